@@ -1,0 +1,111 @@
+"""The only reader of os.environ: who this process is in the job, and where things live on this machine."""
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from shardwise.errors import RecipeError
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """Rank, world and address of one process. `launched` is False for plain `python train.py`."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    launched: bool = False
+    attempt: int = 0
+
+
+def process_identity(env: Mapping[str, str] | None = None) -> ProcessIdentity:
+    """From torchrun's variables, else SLURM's, else a single process.
+
+    Raises: RecipeError where a launcher's variables are incomplete.
+    """
+    env = os.environ if env is None else env
+    if "TORCHELASTIC_RUN_ID" in env or ("RANK" in env and "WORLD_SIZE" in env):
+        return _from_torchrun(env)
+    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+        return _from_slurm(env)
+    return ProcessIdentity()
+
+
+def _from_torchrun(env: Mapping[str, str]) -> ProcessIdentity:
+    try:
+        return ProcessIdentity(
+            rank=int(env["RANK"]),
+            world=int(env["WORLD_SIZE"]),
+            local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+            local_world=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
+            master_addr=env["MASTER_ADDR"],
+            master_port=int(env["MASTER_PORT"]),
+            launched=True,
+            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    except (KeyError, ValueError) as error:
+        raise RecipeError(
+            f"The launcher's variables are incomplete: {error}.",
+            why="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come together",
+            fix="start with torchrun, srun or shardwise run, or unset RANK and WORLD_SIZE",
+        ) from None
+
+
+def _from_slurm(env: Mapping[str, str]) -> ProcessIdentity:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise RecipeError(
+            f"srun started {env['SLURM_NTASKS']} tasks without {' and '.join(missing)}.",
+            why="the ranks must agree on one address to meet at",
+            fix="export MASTER_ADDR=$(scontrol show hostnames | head -n1) MASTER_PORT=29500 before srun",
+        )
+    world = int(env["SLURM_NTASKS"])
+    nodes = int(env.get("SLURM_NNODES", "1"))
+    return ProcessIdentity(
+        rank=int(env["SLURM_PROCID"]),
+        world=world,
+        local_rank=int(env.get("SLURM_LOCALID", "0")),
+        local_world=world // nodes,
+        master_addr=env["MASTER_ADDR"],
+        master_port=int(env["MASTER_PORT"]),
+        launched=True,
+        attempt=int(env.get("SLURM_RESTART_COUNT", "0")),
+    )
+
+
+def hostname() -> str:
+    return socket.gethostname()
+
+
+def cache_folder() -> Path:
+    """`$SHARDWISE_CACHE`, else `$XDG_CACHE_HOME/shardwise`, else `~/.cache/shardwise`."""
+    own = os.environ.get("SHARDWISE_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shardwise"
+
+
+def watched() -> bool:
+    """True where a `shardwise` command reads this process's events and draws the live line itself."""
+    return os.environ.get("SHARDWISE_WATCHED") == "1"
+
+
+def injected_fault(name: str) -> str | None:
+    """A planted fault for tests, `SHARDWISE_FAULT_<NAME>`; None in every real run."""
+    return os.environ.get(f"SHARDWISE_FAULT_{name.upper()}")
+
+
+def usable_cpus() -> int:
+    """CPU cores that this process may use (its affinity, not the machine's count)."""
+    return len(os.sched_getaffinity(0))
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with `extra` on top, for a process that it starts."""
+    return {**os.environ, **extra}

@@ -1,0 +1,1 @@
+"""The decision: Recipe + Arch + Cluster -> Plan."""

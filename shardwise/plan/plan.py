@@ -1,0 +1,49 @@
+"""The Plan: its inputs by value, the decision, and why. Frozen, versioned, JSON; everything downstream obeys it."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from shardwise.inputs.arch import Arch
+from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.recipe import Recipe
+from shardwise.plan.mesh import MeshShape
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+
+
+class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the engine obeys. `micro_batch` is in samples of one forward on one rank."""
+
+    mesh: MeshShape
+    zero: Literal[0, 1, 2, 3]
+    global_batch: Positive
+    micro_batch: Positive
+    accumulation: Positive
+    precision: Literal["fp32", "bf16", "fp16", "fp64"]
+    schedule: Literal["none", "gpipe", "1f1b", "interleaved-1f1b"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    compile: Literal["off", "blocks"] = "off"
+    compression: Literal["none", "powersgd", "int8"] = "none"
+    bucket_cap_mb: Literal["default"] | Positive = "default"
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Inputs, decision and reasons. `arch` is absent where the model is the user's own module."""
+
+    recipe: Recipe
+    cluster: Cluster
+    decision: Decision
+    why: tuple[str, ...]
+    arch: Arch | None = None
+    schema_version: Literal[1] = 1
+    shardwise_version: str = ""
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def from_json(raw: bytes) -> "Plan":
+        """Raises: msgspec.ValidationError on an unknown key, a wrong type or another schema version."""
+        return msgspec.json.decode(raw, type=Plan)

@@ -1,0 +1,99 @@
+"""The ranks of this run as one small surface: start, stop, and the few collectives that are not gradients.
+
+Every function works without a process group, as a world of one. Values cross as JSON, never as pickle.
+"""
+
+import datetime
+import os
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from shardwise.environment import ProcessIdentity, process_identity
+
+# Long enough for a slow first compile or load, short enough that a lost rank is named the same hour.
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def device_kind() -> str:
+    """`cuda` where torch sees a GPU, else `cpu`: the one place that chooses."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def start(identity: ProcessIdentity | None = None, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.device:
+    """Join the process group (NCCL and gloo on GPUs, gloo on CPUs) and return this rank's device.
+
+    A world of one makes no process group. Idempotent. Collective.
+    """
+    identity = identity or process_identity()
+    device = torch.device(device_kind(), identity.local_rank) if device_kind() == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if identity.world > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{identity.master_addr}:{identity.master_port}" if not identity.launched else "env://",
+            rank=identity.rank,
+            world_size=identity.world,
+            timeout=timeout,
+        )
+    return device
+
+
+def stop() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Collective."""
+    if dist.is_initialized():
+        all_reduce_sum(torch.zeros(1))
+
+
+def all_reduce_sum(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Sum in place over the ranks. Collective."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's JSON value, in rank order, on every rank. Collective."""
+    if not dist.is_initialized():
+        return [msgspec.json.decode(msgspec.json.encode(value))]
+    raw = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
+    dist.all_gather(sizes, torch.tensor([raw.numel()]))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: raw.numel()] = raw
+    pieces = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world())]
+    dist.all_gather(pieces, padded)
+    return [
+        msgspec.json.decode(piece[: int(size)].numpy().tobytes()) for piece, size in zip(pieces, sizes, strict=True)
+    ]
+
+
+def broadcast_json(value: Any) -> Any:
+    """Rank 0's JSON value on every rank. Collective."""
+    return gather_json(value if is_main() else None)[0]
+
+
+def process_id() -> int:
+    return os.getpid()
