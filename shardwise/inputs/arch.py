@@ -55,15 +55,15 @@ class Arch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return embeddings + self.num_layers * self.block_parameters() + self.hidden_size
 
     def matmul_parameters(self) -> int:
-        """Those that each token is multiplied with: the head counts (tied or not), lookup and norms do not."""
+        """Those that each token is multiplied with: the head, tied or not, but no lookup and no norm."""
         blocks = self.num_layers * (self.attention_parameters() + self.ffn_parameters())
         return blocks + self.vocab_size * self.hidden_size
 
     def flops_per_token(self, sequence_length: int) -> float:
         """FLOPs of forward and backward for one token of a sequence: the one definition behind utilisation.
 
-        Two a multiply-add; backward twice the forward; causal attention counted as the half it needs; recompute
-        left out, so that it shows as lost utilisation.
+        Two a multiply-add; backward twice the forward; causal attention counted as the half it needs;
+        recompute left out, so that it shows as lost utilisation.
         """
         heads = self.num_heads * self.head_dim
         attention = 2 * 2 * self.num_layers * sequence_length * heads / 2

@@ -1,4 +1,4 @@
-"""Gpu, Link, Node, Cluster: what the machines can do, from published numbers or from this machine's own facts.
+"""Gpu, Link, Node, Cluster: what the machines can do, by published numbers or by this machine's own facts.
 
 A name is exact or a declared alias, never a substring: a wrong GPU is a wrong plan.
 """
@@ -21,15 +21,15 @@ class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A frozen value that crosses layers."""
 
 
-class Link(Frozen):
+class Link(Frozen, frozen=True):
     """One direction of one device's share of a link; absent speed: not known here."""
 
     kind: str
     bytes_per_second: float | None = None
 
 
-class Gpu(Frozen):
-    """One device. kind "cpu" is one core of a CPU, whose memory is its share of the host's. Absent: not known."""
+class Gpu(Frozen, frozen=True):
+    """One device. kind "cpu" is one core, whose memory is its share of the host's. Absent: not known."""
 
     name: str
     hbm_bytes: int
@@ -44,7 +44,7 @@ class Gpu(Frozen):
     notes: str = ""
 
     def peak_flops_per_second(self, precision: Precision) -> float | None:
-        """The dense peak behind model FLOP utilisation; a CPU core computes bf16 and fp16 no faster than fp32."""
+        """The dense peak behind model FLOP utilisation; a CPU core's bf16 and fp16 count as its fp32."""
         if precision == "fp64":
             single = self.dense_fp32_flops_per_second
             return single / 2 if single and self.kind == "cpu" else None
@@ -53,7 +53,7 @@ class Gpu(Frozen):
         return self.dense_bf16_flops_per_second if precision == "bf16" else self.dense_fp16_flops_per_second
 
 
-class Node(Frozen):
+class Node(Frozen, frozen=True):
     """One machine: equal devices, the link between them, its share of the network, and its host."""
 
     name: str
@@ -65,7 +65,7 @@ class Node(Frozen):
     host_cores: int | None = None
 
 
-class Cluster(Frozen):
+class Cluster(Frozen, frozen=True):
     """Equal nodes. `name` is canonical; `asked` is what the user wrote."""
 
     name: str
@@ -87,7 +87,7 @@ class Cluster(Frozen):
         return self.nodes * self.node.devices
 
 
-class CatalogueGpu(Frozen):
+class CatalogueGpu(Frozen, frozen=True):
     """A row of catalogue.toml."""
 
     name: str
@@ -109,7 +109,7 @@ class CatalogueGpu(Frozen):
         return Gpu(**fields)
 
 
-class CatalogueNode(Frozen):
+class CatalogueNode(Frozen, frozen=True):
     """A row of catalogue.toml."""
 
     name: str
@@ -124,7 +124,7 @@ class CatalogueNode(Frozen):
     notes: str = ""
 
 
-class Catalogue(Frozen):
+class Catalogue(Frozen, frozen=True):
     """All known GPUs and nodes."""
 
     gpu: tuple[CatalogueGpu, ...]
@@ -164,7 +164,7 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> RecipeError:
 
 
 def parse_cluster(text: str, local: Cluster | None = None) -> Cluster:
-    """`8xH100-SXM5-80GB` (one node of eight), `4x8xH100`, `4xp5.48xlarge`, or `local` (the given probe's value).
+    """`8xH100-SXM5-80GB` (one node of eight), `4x8xH100`, `4xp5.48xlarge`, or `local` (the probe's value).
 
     Raises: RecipeError.
     """
@@ -221,7 +221,7 @@ def _instances(counts: list[int], row: CatalogueNode, asked: str) -> Cluster:
     return Cluster(name=f"{nodes}x{row.name}", nodes=nodes, node=node, asked=asked)
 
 
-class MachineFacts(Frozen):
+class MachineFacts(Frozen, frozen=True):
     """What the probe read on this machine, as text where a program or /proc prints it."""
 
     cpus: int
@@ -314,7 +314,7 @@ def _cpu_name(cpuinfo: str) -> str:
 
 
 def core_flops_per_second(cpuinfo: str) -> float | None:
-    """The nominal fp32 peak of one logical core, from its vector width and clock; None where it is not listed."""
+    """The nominal fp32 peak of one logical core, by vector width and clock; None where unlisted."""
     flags = _cpu_field(cpuinfo, "flags").split()
     clock = re.search(r"@ ([0-9.]+)GHz", _cpu_name(cpuinfo))
     megahertz = _cpu_field(cpuinfo, "cpu MHz")

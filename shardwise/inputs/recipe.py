@@ -1,8 +1,16 @@
-"""The Recipe: what the user wants, as one frozen value. Its keys and the Trainer's keywords are the same names."""
+"""The Recipe: what the user wants, as one frozen value. Its keys are the Trainer's keywords too."""
 
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+
+from shardwise.errors import RecipeError
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -13,14 +21,14 @@ class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """A frozen value that crosses layers; unknown keys are errors."""
 
 
-class PresetByDevice(Value):
+class PresetByDevice(Value, frozen=True):
     """One preset for CPU ranks and one for GPUs, chosen when the plan is made and said there."""
 
     cpu: str
     gpu: str
 
 
-class ModelSpec(Value):
+class ModelSpec(Value, frozen=True):
     """Exactly one of preset, config, hf, factory; `given` is set by a Trainer that was handed a module."""
 
     preset: str | PresetByDevice | None = None
@@ -35,14 +43,14 @@ class ModelSpec(Value):
     unused_parameters: tuple[str, ...] = ()
 
 
-class Source(Value):
+class Source(Value, frozen=True):
     """One source of a weighted mixture."""
 
     text: tuple[str, ...]
     weight: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
 
 
-class DataSpec(Value):
+class DataSpec(Value, frozen=True):
     """Exactly one of text, mixture; `given` is set by a Trainer that was handed a data object."""
 
     text: tuple[str, ...] = ()
@@ -55,7 +63,7 @@ class DataSpec(Value):
     workers: Literal["auto"] | NonNegative = "auto"
 
 
-class BatchSpec(Value):
+class BatchSpec(Value, frozen=True):
     """The global batch: exactly one of tokens_per_step and global_batch (samples)."""
 
     tokens_per_step: Positive | None = None
@@ -63,8 +71,8 @@ class BatchSpec(Value):
     micro_batch: Literal["auto"] | Positive = "auto"
 
 
-class ScheduleSpec(Value):
-    """A factor on the learning rate: a pure function of the step. `decay_steps` "auto" means to the last step."""
+class ScheduleSpec(Value, frozen=True):
+    """A factor on the learning rate, a pure function of the step. `decay_steps` "auto": to the last step."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: NonNegative = 0
@@ -72,7 +80,7 @@ class ScheduleSpec(Value):
     final_factor: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
 
 
-class OptimizerSpec(Value):
+class OptimizerSpec(Value, frozen=True):
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     lr: Annotated[float, msgspec.Meta(gt=0.0)] = 3e-4
     weight_decay: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
@@ -83,7 +91,7 @@ class OptimizerSpec(Value):
     schedule: ScheduleSpec = ScheduleSpec()
 
 
-class PlanRequest(Value):
+class PlanRequest(Value, frozen=True):
     """Degrees that the user fixes; what is absent is planned."""
 
     pp: Positive = 1
@@ -100,7 +108,7 @@ class PlanRequest(Value):
     bucket_cap_mb: Literal["auto"] | Positive = "auto"
 
 
-class TrainSpec(Value):
+class TrainSpec(Value, frozen=True):
     """Exactly one of steps, epochs, tokens says when it is finished."""
 
     steps: Positive | None = None
@@ -112,14 +120,14 @@ class TrainSpec(Value):
     evaluate_every_steps: NonNegative = 0
 
 
-class CheckpointPolicy(Value):
+class CheckpointPolicy(Value, frozen=True):
     """Save every so many steps (0: only at the end and when stopped); keep the newest `keep`."""
 
     every_steps: NonNegative = 500
     keep: Positive = 3
 
 
-class Recipe(Value):
+class Recipe(Value, frozen=True):
     """What the user wants."""
 
     model: ModelSpec
@@ -132,3 +140,216 @@ class Recipe(Value):
     train: TrainSpec = TrainSpec()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     log: tuple[str, ...] = ()
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A TOML file's Recipe, with `overrides` ("optimizer.lr=1e-4") on top; `run` defaults to runs/<stem>.
+
+    Raises: RecipeError that names the file, the full key and the nearest known one.
+    """
+    path = Path(path)
+    recipe = from_keys(_with_overrides(_read_toml(path), overrides), where=str(path))
+    return recipe if recipe.run else msgspec.structs.replace(recipe, run=f"runs/{path.stem}")
+
+
+def from_keys(keys: Mapping[str, object], where: str = "recipe") -> Recipe:
+    """The Recipe that nested keys describe; strict, and complete.
+
+    Raises: RecipeError.
+    """
+    _refuse_unknown(keys, where)
+    try:
+        recipe = msgspec.convert(_whole_counts(keys), Recipe)
+    except msgspec.ValidationError as error:
+        raise _invalid(error, where) from None
+    require_complete(recipe, where)
+    return recipe
+
+
+def require_complete(recipe: Recipe, where: str = "recipe") -> None:
+    """Raises: RecipeError where a choice of exactly one is not made, or is made twice."""
+    model, data, batch, train = recipe.model, recipe.data, recipe.batch, recipe.train
+    choices: list[tuple[str, dict[str, object], str]] = [
+        (
+            "model",
+            {key: getattr(model, key) for key in ("preset", "config", "hf", "factory", "given")},
+            'preset = "decoder-2m"',
+        ),
+        (
+            "data",
+            {key: getattr(data, key) for key in ("text", "mixture", "given")},
+            'text = ["stdlib:**/*.py"]',
+        ),
+        (
+            "batch",
+            {key: getattr(batch, key) for key in ("tokens_per_step", "global_batch")},
+            "global_batch = 64",
+        ),
+        ("train", {key: getattr(train, key) for key in ("steps", "epochs", "tokens")}, "steps = 1000"),
+    ]
+    for table, values, example in choices:
+        chosen = [key for key, value in values.items() if value not in (None, ())]
+        if len(chosen) != 1:
+            names = ", ".join(key for key in values if key != "given")
+            raise RecipeError(
+                f"{where}: [{table}] has {' and '.join(chosen) if chosen else 'none'} of {names}.",
+                why="exactly one of them decides",
+                fix=f"keep {chosen[0]} alone" if chosen else f"write {example} under [{table}]",
+            )
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"There is no recipe {path}.", fix="give the path of a TOML recipe") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read.", why=str(error), fix="correct the file") from None
+
+
+def _with_overrides(keys: dict[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        parts = name.strip().split(".")
+        if not equals or not all(parts):
+            raise RecipeError(
+                f"--set {override!r} is not KEY=VALUE.",
+                fix="write --set optimizer.lr=1e-4, the key with its table",
+            )
+        keys = _placed(keys, parts, _toml_value(text.strip()))
+    return keys
+
+
+def _toml_value(text: str) -> object:
+    """A TOML value; a bare word is a string, as in --set train.precision=bf16."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _placed(keys: Mapping[str, object], parts: Sequence[str], value: object) -> dict[str, object]:
+    if len(parts) == 1:
+        return {**keys, parts[0]: value}
+    below = keys.get(parts[0])
+    return {**keys, parts[0]: _placed(below if isinstance(below, Mapping) else {}, parts[1:], value)}
+
+
+def _whole_counts(keys: Mapping[str, object]) -> Mapping[str, object]:
+    """`tokens = 2e9` is a whole number that TOML reads as a float."""
+    train = keys.get("train")
+    if isinstance(train, Mapping) and isinstance(train.get("tokens"), float) and train["tokens"].is_integer():
+        return {**keys, "train": {**train, "tokens": int(train["tokens"])}}
+    return keys
+
+
+def _refuse_unknown(keys: Mapping[str, object], where: str) -> None:
+    for path in _unknown_paths(keys, Recipe, ""):
+        nearest = _nearest_key(path)
+        raise RecipeError(
+            f"{where}: unknown key {path}.",
+            why=f"the nearest known key is {nearest}",
+            fix=f"write {nearest}, or remove {path}",
+        )
+
+
+def _unknown_paths(value: object, kind: object, prefix: str) -> Iterator[str]:
+    """Full paths of the keys that no struct in `kind` has."""
+    if isinstance(value, Mapping):
+        struct = _struct_in(kind)
+        if struct is None:
+            return
+        hints = typing.get_type_hints(struct, include_extras=True)
+        for key, below in value.items():
+            if key not in hints:
+                yield f"{prefix}{key}"
+            else:
+                yield from _unknown_paths(below, hints[key], f"{prefix}{key}.")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _unknown_paths(item, kind, f"{prefix.rstrip('.')}[{index}].")
+
+
+def _struct_in(kind: object) -> type[Value] | None:
+    """The struct that a type, a union or a tuple of structs holds, if there is one."""
+    if isinstance(kind, type) and not isinstance(kind, types.GenericAlias):
+        return kind if issubclass(kind, Value) else None
+    return next((found for part in typing.get_args(kind) if (found := _struct_in(part))), None)
+
+
+def known_keys(kind: type[Value] = Recipe, prefix: str = "") -> list[str]:
+    """Every key of a recipe by its full path."""
+    paths = []
+    for key, hint in typing.get_type_hints(kind, include_extras=True).items():
+        below = _struct_in(hint)
+        paths.append(f"{prefix}{key}")
+        if below is not None:
+            paths.extend(known_keys(below, f"{prefix}{key}."))
+    return [path for path in paths if not path.endswith(".given")]
+
+
+def _nearest_key(path: str) -> str:
+    """The same table first, then the same name in another table, then the likest path."""
+    known = known_keys()
+    table, _, name = path.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == table}
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
+    if near:
+        return siblings[near[0]]
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    return elsewhere[0] if elsewhere else difflib.get_close_matches(path, known, n=1, cutoff=0.0)[0]
+
+
+def _invalid(error: msgspec.ValidationError, where: str) -> RecipeError:
+    message, _, location = str(error).partition(" - at `$.")
+    key = location.rstrip("`")
+    if key:
+        return RecipeError(f"{where}: {key} is not valid.", why=message, fix=f"correct {key}")
+    return RecipeError(f"{where} is not valid.", why=message, fix="add or correct this key")
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A key that differs between a run's recipe and the one given now; values as JSON."""
+
+    key: str
+    before: str
+    after: str
+    allowed: bool
+
+
+# What a run may change on the way: how fast, how long, what is watched and kept; not what is trained on what.
+ALLOWED_CHANGES = (
+    "run",
+    "optimizer.lr",
+    "optimizer.schedule",
+    "train.steps",
+    "train.epochs",
+    "train.tokens",
+    "train.evaluate_every_steps",
+    "checkpoint",
+    "log",
+    "data.workers",
+)
+
+
+def changed(old: Recipe, new: Recipe) -> list[Change]:
+    """The keys that differ, in order of name; what is not allowed needs a fork."""
+    before, after = _leaves(msgspec.to_builtins(old), ""), _leaves(msgspec.to_builtins(new), "")
+    return [
+        Change(key, before.get(key, "absent"), after.get(key, "absent"), _may_change(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _may_change(key: str) -> bool:
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in ALLOWED_CHANGES)
+
+
+def _leaves(value: object, path: str) -> dict[str, str]:
+    if isinstance(value, dict) and value:
+        found: dict[str, str] = {}
+        for key, below in value.items():
+            found |= _leaves(below, f"{path}.{key}" if path else key)
+        return found
+    return {path: msgspec.json.encode(value).decode()}
