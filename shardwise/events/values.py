@@ -1,0 +1,190 @@
+"""The events of a run: frozen values, one kind each, and their JSON lines.
+
+JSON has no NaN and no infinity, and a training run has both. They cross as the strings "nan", "inf" and
+"-inf" in fields whose type is a float, and come back as floats.
+"""
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+UNSTAMPED = 0.0
+
+
+class Event(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="event", tag=True
+):
+    """Something that happened. `time` in unix seconds; `Events.emit` fills it in where it is 0."""
+
+    time: float = UNSTAMPED
+
+
+class RunStarted(Event, frozen=True, tag="run_started"):
+    """An attempt begins after `step`. `pids` by rank; `plan` is its one-line summary."""
+
+    run: str
+    attempt: int
+    world: int
+    pids: tuple[int, ...]
+    device: str
+    plan: str
+    step: int
+    steps: int | None = None
+
+
+class DataPrepared(Event, frozen=True, tag="data_prepared"):
+    """A data set is ready. `reused`: it was made by an earlier run. `seconds` that it took here."""
+
+    source: str
+    path: str = ""
+    samples: int | None = None
+    tokens: int | None = None
+    bytes: int | None = None
+    seconds: float = 0.0
+    reused: bool = False
+
+
+class Step(Event, frozen=True, tag="step"):
+    """One optimizer update is done.
+
+    `samples` is the global position after it, over all epochs; `tokens` are those of this step. `mfu` is the
+    fraction of the devices' peak FLOPs. What is not known is None.
+    """
+
+    step: int
+    steps: int | None
+    loss: float
+    grad_norm: float | None
+    lr: float
+    samples: int
+    tokens: int | None
+    step_seconds: float
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    eta_seconds: float | None = None
+    metrics: dict[str, float] = {}
+
+
+class Evaluated(Event, frozen=True, tag="evaluated"):
+    """Loss over held-out data after `step`. `count` is what the loss was divided by (tokens, samples)."""
+
+    step: int
+    loss: float
+    count: float
+    metrics: dict[str, float] = {}
+    seconds: float | None = None
+
+
+class Saved(Event, frozen=True, tag="saved"):
+    """A checkpoint is committed. `bytes` over all ranks."""
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+    why: str
+
+
+class Resumed(Event, frozen=True, tag="resumed"):
+    """The state after `step` was loaded and verified."""
+
+    step: int
+    path: str
+
+
+class NonFiniteLoss(Event, frozen=True, tag="non_finite_loss"):
+    """The loss or the gradient norm of `step` was not finite; its update was skipped on all ranks."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    in_a_row: int
+
+
+class Fallback(Event, frozen=True, tag="fallback"):
+    """Something harmless went another way than asked."""
+
+    what: str
+    why: str
+
+
+class SettingsChanged(Event, frozen=True, tag="settings_changed"):
+    """A recipe key has another value than in the attempt before. Values as JSON text."""
+
+    key: str
+    before: str
+    after: str
+
+
+class Failed(Event, frozen=True, tag="failed"):
+    """A rank raised."""
+
+    rank: int
+    step: int | None
+    phase: str
+    error: str
+    traceback: str
+
+
+class Stopped(Event, frozen=True, tag="stopped"):
+    """The attempt ends after `step`."""
+
+    step: int
+    reason: Literal["finished", "user", "signal", "failed"]
+    exit_code: int
+
+
+class Finished(Event, frozen=True, tag="finished"):
+    """The summary of a run that reached its last step. `sample` is text that the model wrote."""
+
+    step: int
+    samples: int
+    tokens: int | None
+    seconds: float
+    first_loss: float | None
+    last_loss: float | None
+    valid_loss: float | None = None
+    tokens_per_second: float | None = None
+    checkpoint: str | None = None
+    sample: str | None = None
+
+
+AnyEvent = (
+    RunStarted
+    | DataPrepared
+    | Step
+    | Evaluated
+    | Saved
+    | Resumed
+    | NonFiniteLoss
+    | Fallback
+    | SettingsChanged
+    | Failed
+    | Stopped
+    | Finished
+)
+
+# Not strict: the strings "nan", "inf" and "-inf" are floats where a float is declared, and only there.
+_DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent, strict=False)
+
+
+def to_line(event: Event) -> bytes:
+    """One line of JSON, with its newline."""
+    return msgspec.json.encode(_spell_non_finite(msgspec.to_builtins(event))) + b"\n"
+
+
+def from_line(line: bytes) -> AnyEvent:
+    """The inverse of `to_line`.
+
+    Raises: msgspec.DecodeError (also its kind ValidationError) on anything else.
+    """
+    return _DECODER.decode(line)
+
+
+def _spell_non_finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {key: _spell_non_finite(item) for key, item in value.items()}
+    return value
