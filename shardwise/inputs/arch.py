@@ -4,11 +4,12 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from shardwise.errors import RecipeError
+from shardwise.inputs.recipe import ModelSpec, PresetByDevice
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
@@ -198,4 +199,30 @@ def preset(name: str) -> Arch:
         f"model.preset: there is no preset {name!r}.",
         why=f"the presets are {', '.join(PRESETS)}",
         fix=f'model.preset = "{nearest[0]}"',
+    )
+
+
+def arch_of(model: ModelSpec, kind: Literal["cpu", "gpu"]) -> Arch | None:
+    """The shape that a recipe names, for this kind of device; None where it is the user's own module.
+
+    Raises: RecipeError.
+    """
+    if isinstance(model.preset, PresetByDevice):
+        return preset(model.preset.cpu if kind == "cpu" else model.preset.gpu)
+    if model.preset is not None:
+        return preset(model.preset)
+    if model.config is not None:
+        return from_config_json(model.config)
+    if model.hf is not None:
+        return _from_hf(model.hf)
+    return None
+
+
+def _from_hf(name: str) -> Arch:
+    if Path(name, "config.json").is_file():
+        return from_config_json(Path(name))
+    raise RecipeError(
+        f"model.hf: {name!r} is not a folder with a config.json.",
+        why="nothing is downloaded yet: planning needs the config, and training such a model comes later",
+        fix="download it first and give its folder",
     )

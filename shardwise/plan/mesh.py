@@ -1,4 +1,4 @@
-"""MeshShape: the degrees of a plan, and the bijection between a rank and its coordinate. No device, no torch."""
+"""MeshShape: the degrees of a plan, and the bijection between a rank and its coordinate. No torch."""
 
 from typing import Annotated, NamedTuple
 
@@ -19,7 +19,7 @@ class Coord(NamedTuple):
 
 
 class MeshShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Degrees by axis, outermost first: tp varies fastest with the rank. ep divides dp_shard and adds no ranks."""
+    """Degrees by axis, outermost first: tp varies fastest with the rank. ep divides dp_shard: no ranks more."""
 
     pp: Degree = 1
     dp_replicate: Degree = 1

@@ -1,4 +1,4 @@
-"""The Plan: its inputs by value, the decision, and why. Frozen, versioned, JSON; everything downstream obeys it."""
+"""The Plan: its inputs by value, the decision, and why. Frozen, versioned, JSON; all downstream obeys it."""
 
 from typing import Annotated, Literal
 

@@ -1,0 +1,315 @@
+"""What makes a Plan infeasible: one small function a rule, each with a fix that a test applies.
+
+A rule returns None where it holds. `apply` holds overrides of the recipe's own keys that make the violation go
+away; None where only the user can choose.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from shardwise.errors import PlanInfeasible
+from shardwise.inputs.recipe import PlanRequest
+from shardwise.plan.plan import Plan
+from shardwise.plan.rule_of_thumb import bytes_at_rest, has_no_bf16, usable_bytes
+from shardwise.units import format_bytes
+
+
+class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A broken rule: what, why, the fix in words, and the same fix as overrides of recipe keys."""
+
+    rule: str
+    what: str
+    why: str
+    fix: str
+    apply: dict[str, str | int] | None = None
+
+
+Rule = Callable[[Plan, int], Violation | None]
+
+# Degrees that are planned again after one of them was taken away.
+_REPLAN: dict[str, str | int] = {"train.plan.dp_replicate": "auto", "train.plan.dp_shard": "auto"}
+
+
+def check(plan: Plan, world: int) -> tuple[Violation, ...]:
+    """Every rule that this plan breaks on a world of this many ranks; empty where it can run."""
+    return tuple(found for rule in RULES if (found := rule(plan, world)) is not None)
+
+
+def require(plan: Plan, world: int) -> None:
+    """Raises: PlanInfeasible that lists every violation."""
+    found = check(plan, world)
+    if not found:
+        return
+    first, *more = found
+    rest = "".join(f"\n{one.what}\n  why: {one.why}\n  fix: {one.fix}" for one in more)
+    raise PlanInfeasible(first.what, why=first.why, fix=first.fix + rest)
+
+
+def degrees_make_the_world(plan: Plan, world: int) -> Violation | None:
+    mesh = plan.decision.mesh
+    if mesh.world == world:
+        return None
+    return Violation(
+        rule="degrees_make_the_world",
+        what=f"The degrees make {mesh.world} ranks, and there are {world}.",
+        why=f"pp {mesh.pp} x dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp} "
+        f"x tp {mesh.tp} = {mesh.world}",
+        fix=f'train.plan = "auto", or start {mesh.world} ranks (train.devices = {mesh.world})',
+        apply={"train.plan": "auto"},
+    )
+
+
+def zero_matches_sharding(plan: Plan, world: int) -> Violation | None:
+    zero, shard = plan.decision.zero, plan.decision.mesh.dp_shard
+    if (zero == 0) == (shard == 1):
+        return None
+    if zero == 0:
+        return Violation(
+            rule="zero_matches_sharding",
+            what=f"zero = 0 with dp_shard = {shard}.",
+            why="zero 0 keeps whole copies: nothing is sharded",
+            fix="train.plan.zero = 3, or dp_shard = 1",
+            apply={"train.plan.zero": 3},
+        )
+    return Violation(
+        rule="zero_matches_sharding",
+        what=f"zero = {zero} with dp_shard = 1.",
+        why=f"zero {zero} shards over dp_shard ranks, and one rank shards nothing",
+        fix="train.plan.zero = 0, or a dp_shard above 1",
+        apply={"train.plan.zero": 0},
+    )
+
+
+def _axis_runs(axis: str, later: str) -> Rule:
+    """The rule that the engine does not run this axis yet."""
+
+    def rule(plan: Plan, world: int) -> Violation | None:
+        degree = getattr(plan.decision.mesh, axis)
+        if degree == 1:
+            return None
+        by_hand = isinstance(plan.recipe.train.plan, PlanRequest)
+        return Violation(
+            rule=f"{axis}_runs",
+            what=f"{axis} = {degree} is planned only: this engine does not run it yet.",
+            why=f"{later} is not part of the engine yet; data parallel and full sharding are",
+            fix=f"train.plan.{axis} = 1" if by_hand else "train.plan.zero = 3 (full sharding over all ranks)",
+            apply={f"train.plan.{axis}": 1, **_REPLAN} if by_hand else {"train.plan.zero": 3},
+        )
+
+    return rule
+
+
+def zero_stage_runs(plan: Plan, world: int) -> Violation | None:
+    zero = plan.decision.zero
+    if zero in (0, 3):
+        return None
+    return Violation(
+        rule="zero_stage_runs",
+        what=f"zero = {zero} is planned only: this engine does not run it yet.",
+        why="the engine runs zero 0 (whole copies) and zero 3 (full shard)",
+        fix="train.plan.zero = 3",
+        apply={"train.plan.zero": 3},
+    )
+
+
+def hybrid_sharding_runs(plan: Plan, world: int) -> Violation | None:
+    mesh = plan.decision.mesh
+    if mesh.dp_replicate == 1 or mesh.dp_shard == 1:
+        return None
+    return Violation(
+        rule="hybrid_sharding_runs",
+        what=f"dp_replicate = {mesh.dp_replicate} with dp_shard = {mesh.dp_shard} is planned only.",
+        why="hybrid sharding (copies of sharded groups) is not part of the engine yet",
+        fix='train.plan.dp_replicate = 1 and dp_shard = "auto"',
+        apply={"train.plan.dp_replicate": 1, "train.plan.dp_shard": "auto"},
+    )
+
+
+def _option_runs(key: str) -> Rule:
+    """The rule that the engine runs only "none" of this option yet."""
+
+    def rule(plan: Plan, world: int) -> Violation | None:
+        value = getattr(plan.decision, key)
+        if value == "none":
+            return None
+        return Violation(
+            rule=f"{key}_runs",
+            what=f'{key} = "{value}" is planned only: this engine does not run it yet.',
+            why=f"{key} is not part of the engine yet",
+            fix=f'train.plan.{key} = "none"',
+            apply={f"train.plan.{key}": "none"},
+        )
+
+    return rule
+
+
+def model_runs(plan: Plan, world: int) -> Violation | None:
+    if plan.recipe.model.hf is None:
+        return None
+    return Violation(
+        rule="model_runs",
+        what=f"model.hf = {plan.recipe.model.hf!r} is planned only: this engine does not build it yet.",
+        why="Hugging Face models are not part of the engine yet",
+        fix='model.preset = "decoder-2m", model.config = "config.json" or model.factory = "my.module:build"',
+    )
+
+
+def buckets_need_whole_copies(plan: Plan, world: int) -> Violation | None:
+    decision = plan.decision
+    if decision.bucket_cap_mb == "default" or decision.zero == 0:
+        return None
+    return Violation(
+        rule="buckets_need_whole_copies",
+        what=f"bucket_cap_mb = {decision.bucket_cap_mb} with zero = {decision.zero}.",
+        why="buckets belong to zero 0; sharding communicates block by block",
+        fix='train.plan.bucket_cap_mb = "auto", or train.plan.zero = 0',
+        apply={"train.plan.bucket_cap_mb": "auto"},
+    )
+
+
+def each_rank_has_a_sample(plan: Plan, world: int) -> Violation | None:
+    batch, data = plan.decision.global_batch, plan.decision.mesh.data_parallel
+    if batch >= data:
+        return None
+    return Violation(
+        rule="each_rank_has_a_sample",
+        what=f"A global batch of {batch} is smaller than {data} data-parallel ranks.",
+        why="each rank takes at least one sample a step",
+        fix=f"start {batch} ranks (train.devices = {batch}), or a global_batch of at least {data}",
+        apply={"train.devices": batch, **_REPLAN},
+    )
+
+
+def devices_exist(plan: Plan, world: int) -> Violation | None:
+    cluster = plan.cluster
+    if cluster.kind == "cpu" or world <= cluster.devices:
+        return None
+    return Violation(
+        rule="devices_exist",
+        what=f"{world} ranks on {cluster.name}, which has {cluster.devices} GPUs.",
+        why="each rank needs a GPU of its own",
+        fix='train.devices = "auto" and train.plan = "auto"',
+        apply={"train.devices": "auto", "train.plan": "auto"},
+    )
+
+
+def precision_exists(plan: Plan, world: int) -> Violation | None:
+    if plan.decision.precision != "bf16" or not has_no_bf16(plan.cluster):
+        return None
+    return Violation(
+        rule="precision_exists",
+        what=f"bf16 on {plan.cluster.device.name}, which has no bf16 units.",
+        why="it would be emulated, slower than fp32",
+        fix='train.precision = "fp16"',
+        apply={"train.precision": "fp16"},
+    )
+
+
+def sequence_fits_the_model(plan: Plan, world: int) -> Violation | None:
+    length = plan.recipe.data.sequence_length
+    if plan.arch is None or length <= plan.arch.max_sequence_length:
+        return None
+    longest = plan.arch.max_sequence_length
+    tokens = plan.recipe.batch.tokens_per_step
+    fitting = longest if tokens is None else max(size for size in range(1, longest + 1) if tokens % size == 0)
+    return Violation(
+        rule="sequence_fits_the_model",
+        what=f"data.sequence_length = {length}, and {plan.arch.name} takes at most {longest}.",
+        why="positions beyond max_sequence_length were never meant to be seen",
+        fix=f"data.sequence_length = {fitting}",
+        apply={"data.sequence_length": fitting},
+    )
+
+
+def vocabulary_holds_the_tokens(plan: Plan, world: int) -> Violation | None:
+    if plan.arch is None or plan.recipe.data.tokenizer != "bytes" or plan.arch.vocab_size >= 257:
+        return None
+    return Violation(
+        rule="vocabulary_holds_the_tokens",
+        what=f"{plan.arch.name} has {plan.arch.vocab_size} token ids, and byte tokens need 257.",
+        why="256 bytes and a separator between documents",
+        fix="vocab_size = 257 or more in the model's config",
+    )
+
+
+def heads_divide(plan: Plan, world: int) -> Violation | None:
+    tp = plan.decision.mesh.tp
+    if plan.arch is None or (plan.arch.num_heads % tp == 0 and plan.arch.num_kv_heads % tp == 0):
+        return None
+    return Violation(
+        rule="heads_divide",
+        what=f"tp = {tp} does not divide {plan.arch.num_heads} heads and {plan.arch.num_kv_heads} key-value "
+        "heads.",
+        why="tensor parallel gives each rank whole heads",
+        fix="train.plan.tp = 1, or a divisor of both",
+        apply={"train.plan.tp": 1, **_REPLAN},
+    )
+
+
+def layers_divide(plan: Plan, world: int) -> Violation | None:
+    pp = plan.decision.mesh.pp
+    if plan.arch is None or pp <= plan.arch.num_layers:
+        return None
+    return Violation(
+        rule="layers_divide",
+        what=f"pp = {pp} is more than {plan.arch.num_layers} layers.",
+        why="each stage of a pipeline holds at least one layer",
+        fix="train.plan.pp = 1, or at most the number of layers",
+        apply={"train.plan.pp": 1, **_REPLAN},
+    )
+
+
+def tensor_parallel_stays_in_a_node(plan: Plan, world: int) -> Violation | None:
+    tp, devices = plan.decision.mesh.tp, plan.cluster.node.devices
+    if tp <= devices or plan.cluster.kind == "cpu":
+        return None
+    return Violation(
+        rule="tensor_parallel_stays_in_a_node",
+        what=f"tp = {tp} is more than the {devices} devices of a node.",
+        why="tensor parallel communicates in every layer, which only the links inside a node carry",
+        fix=f"train.plan.tp = {devices}, or fewer",
+        apply={"train.plan.tp": devices, **_REPLAN},
+    )
+
+
+def states_fit(plan: Plan, world: int) -> Violation | None:
+    need = bytes_at_rest(plan)
+    have = usable_bytes(plan.cluster, world)
+    if need is None or need <= have:
+        return None
+    sharded = plan.decision.zero == 0 and world > 1 and need / world <= have
+    return Violation(
+        rule="states_fit",
+        what=f"{format_bytes(need)} needed per rank between steps, {format_bytes(have)} usable on "
+        f"{plan.cluster.device.name}.",
+        why="weights, gradients and optimizer states alone, before any activation",
+        fix='train.plan.zero = 3 and dp_shard = "auto"' if sharded else "more devices, or a smaller model",
+        apply={"train.plan.zero": 3, **_REPLAN} if sharded and plan.cluster.kind == "gpu" else None,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    degrees_make_the_world,
+    devices_exist,
+    zero_matches_sharding,
+    _axis_runs("pp", "pipeline parallel"),
+    _axis_runs("tp", "tensor parallel"),
+    _axis_runs("cp", "context parallel"),
+    _axis_runs("ep", "expert parallel"),
+    zero_stage_runs,
+    hybrid_sharding_runs,
+    _option_runs("recompute"),
+    _option_runs("offload"),
+    _option_runs("compression"),
+    model_runs,
+    buckets_need_whole_copies,
+    each_rank_has_a_sample,
+    precision_exists,
+    sequence_fits_the_model,
+    vocabulary_holds_the_tokens,
+    heads_divide,
+    layers_divide,
+    tensor_parallel_stays_in_a_node,
+    states_fit,
+)

@@ -1,0 +1,345 @@
+"""The first planner: Recipe + Arch + Cluster -> Plan, by the rule of thumb that a practitioner would use.
+
+Fits with its states on one device: data parallel, whole copies. To about 70B parameters: full sharding. Above:
+tensor parallel in the node, pipeline across nodes, data parallel over the rest. Degrees that the user fixes are
+obeyed. The plan may be infeasible: `plan/check.py` says so, with fixes.
+"""
+
+import importlib.metadata
+import math
+from typing import Literal
+
+import msgspec
+
+from shardwise.errors import RecipeError
+from shardwise.inputs.arch import Arch
+from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.recipe import OptimizerSpec, PlanRequest, Recipe
+from shardwise.plan.mesh import MeshShape
+from shardwise.plan.plan import Decision, Plan
+from shardwise.units import format_bytes, format_count
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Zero = Literal[0, 1, 2, 3]
+
+# The driver, the context and the allocator's fragments take their part of a device.
+USABLE_SHARE = 0.95
+# States may take this much of what is usable; activations, gathered blocks and workspaces need the rest.
+STATES_SHARE = 0.70
+# "About 70B": above, gathering every block over the network each step costs more than splitting inside it.
+FULL_SHARD_LIMIT = 80e9
+# A Python process with torch, before any parameter.
+PROCESS_BYTES = 512 * 2**20
+# Larger forwards gain nothing on a core: the activations left its caches long before.
+CPU_TOKENS_PER_MICRO_BATCH = 8192
+
+
+class Bytes(msgspec.Struct, frozen=True):
+    """Bytes of one parameter between steps: weight and gradient, and the optimizer's states."""
+
+    weight: int
+    gradient: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        return self.weight + self.gradient + self.states
+
+
+def bytes_per_parameter(precision: Precision, optimizer: OptimizerSpec) -> Bytes:
+    """fp32 or mixed: 4 + 4, and 8 for AdamW's two moments (16 in all); fp64 the double.
+
+    Mixed precision keeps fp32 masters and gradients; its 2-byte copies live for the time of a block.
+    """
+    size = 8 if precision == "fp64" else 4
+    moments = {"adamw": 2, "adam": 2, "sgd": 1 if optimizer.momentum else 0}[optimizer.name]
+    return Bytes(weight=size, gradient=size, states=size * moments)
+
+
+def activation_bytes_per_sample(arch: Arch, sequence_length: int, precision: Precision) -> int:
+    """Activations of one sample kept for backward, without recompute, and its logits twice.
+
+    Source: Korthikanti et al. 2022, 34 * s * h bytes a layer in 2-byte precision, without the attention matrix,
+    which a fused kernel does not keep.
+    """
+    size = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}[precision]
+    blocks = 17 * size * sequence_length * arch.hidden_size * arch.num_layers
+    logits = 2 * max(size, 4) * sequence_length * arch.vocab_size
+    return blocks + logits
+
+
+def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: int | None = None) -> Plan:
+    """The Plan for this recipe, model (its Arch, its parameter count, or not known yet) and cluster.
+
+    `world` is the number of ranks that came; absent, the recipe or the cluster decides.
+
+    Raises: RecipeError where the global batch is not a whole number of samples.
+    """
+    arch = shape if isinstance(shape, Arch) else None
+    parameters = shape.parameters() if isinstance(shape, Arch) else shape
+    batch = global_batch(recipe)
+    precision, why_precision = _precision(recipe, cluster)
+    per_parameter = bytes_per_parameter(precision, recipe.optimizer)
+    ranks, why_world = _world(recipe, cluster, world, batch, parameters, per_parameter)
+    request = recipe.train.plan if isinstance(recipe.train.plan, PlanRequest) else None
+    if request is None:
+        mesh, zero, why_mesh = _auto_mesh(ranks, parameters, arch, cluster, per_parameter)
+    else:
+        mesh, zero, why_mesh = _requested_mesh(request, ranks, parameters, cluster, per_parameter)
+    at_rest = _at_rest(parameters or 0, per_parameter, mesh, zero)
+    micro, why_micro = _micro_batch(recipe, cluster, arch, precision, batch, mesh, at_rest)
+    accumulation = math.ceil(batch / (mesh.data_parallel * micro))
+    even = math.ceil(batch / (mesh.data_parallel * accumulation))
+    wanted = request or PlanRequest()
+    compiled = wanted.compile if wanted.compile != "auto" else ("blocks" if cluster.kind == "gpu" else "off")
+    decision = Decision(
+        mesh=mesh,
+        zero=zero,
+        global_batch=batch,
+        micro_batch=even,
+        accumulation=accumulation,
+        precision=precision,
+        schedule="1f1b" if mesh.pp > 1 else "none",
+        recompute=wanted.recompute,
+        offload=wanted.offload,
+        compile=compiled,
+        compression=wanted.compression,
+        bucket_cap_mb="default" if wanted.bucket_cap_mb == "auto" else wanted.bucket_cap_mb,
+    )
+    why = (*why_world, *why_mesh, why_precision, why_micro, _why_compile(wanted, cluster))
+    return Plan(
+        recipe, cluster, decision, why, arch=arch, shardwise_version=importlib.metadata.version("shardwise")
+    )
+
+
+def global_batch(recipe: Recipe) -> int:
+    """Samples of one step.
+
+    Raises: RecipeError where tokens_per_step is not a multiple of sequence_length.
+    """
+    batch, length = recipe.batch, recipe.data.sequence_length
+    if batch.global_batch is not None:
+        return batch.global_batch
+    if batch.tokens_per_step is None:
+        raise RecipeError("[batch] has no size.", fix="write global_batch = 64 under [batch]")
+    samples, rest = divmod(batch.tokens_per_step, length)
+    if rest == 0:
+        return samples
+    near = [count * length for count in (samples, samples + 1) if count]
+    raise RecipeError(
+        f"batch.tokens_per_step = {batch.tokens_per_step} is not a multiple of data.sequence_length = {length}.",
+        why="a step takes whole samples",
+        fix=f"batch.tokens_per_step = {' or '.join(map(str, near))}",
+    )
+
+
+def usable_bytes(cluster: Cluster, ranks: int) -> int:
+    """Memory that one rank may use: its device's, or its share of the host's on CPU cores."""
+    if cluster.kind == "gpu":
+        return int(cluster.device.hbm_bytes * USABLE_SHARE)
+    host = cluster.node.host_memory_bytes or cluster.device.hbm_bytes * cluster.node.devices
+    return max(0, int(host * USABLE_SHARE) // ranks - PROCESS_BYTES)
+
+
+def bytes_at_rest(plan: Plan) -> int | None:
+    """Weights, gradients and optimizer states of one rank between steps; None where the size is not known."""
+    if plan.arch is None:
+        return None
+    per_parameter = bytes_per_parameter(plan.decision.precision, plan.recipe.optimizer)
+    return _at_rest(plan.arch.parameters(), per_parameter, plan.decision.mesh, plan.decision.zero)
+
+
+def _at_rest(parameters: int, per_parameter: Bytes, mesh: MeshShape, zero: Zero) -> int:
+    part = parameters / (mesh.tp * mesh.pp)
+    weight = per_parameter.weight / (mesh.dp_shard if zero >= 3 else 1)
+    gradient = per_parameter.gradient / (mesh.dp_shard if zero >= 2 else 1)
+    states = per_parameter.states / (mesh.dp_shard if zero >= 1 else 1)
+    return math.ceil(part * (weight + gradient + states))
+
+
+def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, str]:
+    asked = recipe.train.precision
+    if asked != "auto":
+        return asked, f"{asked}: asked for"
+    if cluster.kind == "cpu":
+        return "fp32", "fp32: CPU cores compute bf16 no faster"
+    if has_no_bf16(cluster):
+        return "fp16", f"fp16 with a loss scaler: {cluster.device.name} has no bf16 units"
+    return "bf16", "bf16 compute with fp32 masters, reductions and norms: the default on GPUs"
+
+
+def has_no_bf16(cluster: Cluster) -> bool:
+    """True for a catalogued GPU without bf16 units; one that is not in the catalogue gets the benefit."""
+    device = cluster.device
+    known = device.dense_fp16_flops_per_second is not None
+    return device.kind == "gpu" and known and device.dense_bf16_flops_per_second is None
+
+
+def _world(
+    recipe: Recipe,
+    cluster: Cluster,
+    world: int | None,
+    batch: int,
+    parameters: int | None,
+    per_parameter: Bytes,
+) -> tuple[int, tuple[str, ...]]:
+    """How many ranks, and why."""
+    if world is not None:
+        return world, (f"{world} {_plural(world, 'rank')}: as started",)
+    if recipe.train.devices != "auto":
+        return recipe.train.devices, (f"{recipe.train.devices} devices: asked for by train.devices",)
+    fixed = _fixed_world(recipe)
+    if fixed is not None:
+        return fixed, (f"{fixed} {_plural(fixed, 'rank')}: the product of the degrees in train.plan",)
+    ranks, reason = cluster.devices, f"all of {cluster.name}"
+    if cluster.kind == "cpu":
+        # Each core's rank holds a whole copy here; sharding over one host's memory saves nothing.
+        host = cluster.node.host_memory_bytes or cluster.device.hbm_bytes * cluster.node.devices
+        each = PROCESS_BYTES + (parameters or 0) * per_parameter.total
+        fitting = max(1, int(host * USABLE_SHARE) // each)
+        if fitting < ranks:
+            ranks, reason = fitting, f"{format_bytes(each)} a rank of {format_bytes(host)} host memory"
+    if batch < ranks:
+        ranks, reason = batch, f"not more than global_batch = {batch}"
+    kind = "CPU core" if cluster.kind == "cpu" else "GPU"
+    return ranks, (f"{ranks} {_plural(ranks, 'rank')}, one a {kind}: {reason}",)
+
+
+def _fixed_world(recipe: Recipe) -> int | None:
+    request = recipe.train.plan
+    if request == "auto" or request.dp_replicate == "auto" or request.dp_shard == "auto":
+        return None
+    return request.pp * request.cp * request.tp * request.dp_replicate * request.dp_shard
+
+
+def _plural(count: int, word: str) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _fits(parameters: int | None, per_parameter: Bytes, cluster: Cluster, ranks: int) -> tuple[bool, str]:
+    """Whether one device holds the model with its states, and the sentence with the numbers."""
+    if parameters is None:
+        return True, "the model's size is not known before it is built: taken to fit on one device"
+    need, have = parameters * per_parameter.total, int(usable_bytes(cluster, ranks) * STATES_SHARE)
+    fits = need <= have
+    where = "device" if cluster.kind == "gpu" else "rank"
+    return fits, (
+        f"{format_count(parameters)} parameters x {per_parameter.total} bytes = {format_bytes(need)}, which "
+        f"{'fits' if fits else 'does not fit'} in {format_bytes(have)} a {where} "
+        f"({STATES_SHARE:.0%} of what is usable; the rest is for activations)"
+    )
+
+
+def _auto_mesh(
+    ranks: int, parameters: int | None, arch: Arch | None, cluster: Cluster, per_parameter: Bytes
+) -> tuple[MeshShape, Zero, tuple[str, ...]]:
+    fits, reason = _fits(parameters, per_parameter, cluster, ranks)
+    if ranks == 1:
+        return MeshShape(), 0, (reason, "one rank: nothing to split")
+    if fits:
+        return (
+            MeshShape(dp_replicate=ranks),
+            0,
+            (reason, "zero 0: each rank keeps a whole copy, gradients are averaged"),
+        )
+    if parameters is None or parameters <= FULL_SHARD_LIMIT:
+        chosen = (
+            f"zero 3: weights, gradients and states are sharded over {ranks} ranks (full shard to about 70B)"
+        )
+        return MeshShape(dp_shard=ranks), 3, (reason, chosen)
+    return _three_axes(ranks, parameters, arch, cluster, per_parameter, reason)
+
+
+def _three_axes(
+    ranks: int, parameters: int, arch: Arch | None, cluster: Cluster, per_parameter: Bytes, reason: str
+) -> tuple[MeshShape, Zero, tuple[str, ...]]:
+    """Tensor parallel in the node, the shortest pipeline that fits, data parallel (ZeRO 1) over the rest."""
+    heads = arch.num_kv_heads if arch else 8
+    in_node = math.gcd(cluster.node.devices, ranks)
+    tp = max(
+        degree for degree in range(1, min(in_node, 8) + 1) if in_node % degree == 0 and heads % degree == 0
+    )
+    layers = arch.num_layers if arch else ranks
+    stages = [pp for pp in range(1, layers + 1) if layers % pp == 0 and ranks % (tp * pp) == 0]
+    have = usable_bytes(cluster, ranks) * STATES_SHARE
+
+    def at_rest(pp: int) -> int:
+        return _at_rest(parameters, per_parameter, MeshShape(pp=pp, tp=tp, dp_shard=ranks // (tp * pp)), 1)
+
+    pp = next((pp for pp in stages if at_rest(pp) <= have), stages[-1])
+    shard = ranks // (tp * pp)
+    mesh = MeshShape(pp=pp, tp=tp, dp_shard=shard)
+    why = (
+        reason,
+        f"tp = {tp}: inside the node, where the links are fast ({cluster.node.link.kind})",
+        f"pp = {pp}: the shortest pipeline whose share, {format_bytes(at_rest(pp))}, "
+        f"{'fits' if at_rest(pp) <= have else 'comes nearest to'} {format_bytes(have)}",
+        f"dp = {shard}: the rest, with states sharded (zero 1)" if shard > 1 else "dp = 1: nothing is left",
+    )
+    return mesh, 1 if shard > 1 else 0, why
+
+
+def _requested_mesh(
+    request: PlanRequest, ranks: int, parameters: int | None, cluster: Cluster, per_parameter: Bytes
+) -> tuple[MeshShape, Zero, tuple[str, ...]]:
+    """The degrees that train.plan fixes; the data-parallel ones that it leaves are filled."""
+    data = max(1, ranks // (request.pp * request.cp * request.tp))
+    fits, reason = _fits(parameters, per_parameter, cluster, ranks)
+    whole = request.zero == 0 or (request.zero == "auto" and fits)
+    replicate, shard = request.dp_replicate, request.dp_shard
+    if replicate == "auto" and shard == "auto":
+        replicate, shard = (data, 1) if whole else (1, data)
+    elif replicate == "auto":
+        replicate = max(1, data // shard) if shard != "auto" else 1
+    elif shard == "auto":
+        shard = max(1, data // replicate)
+    mesh = MeshShape(
+        pp=request.pp, dp_replicate=replicate, dp_shard=shard, cp=request.cp, tp=request.tp, ep=request.ep
+    )
+    if request.zero == "auto":
+        return mesh, 0 if shard == 1 else 3, (reason, "degrees: as train.plan says")
+    if mesh.world == 1 and ranks == 1:
+        return mesh, 0, (reason, f"one rank: nothing to shard, zero {request.zero} is the same as zero 0")
+    return mesh, request.zero, (reason, f"degrees and zero = {request.zero}: as train.plan says")
+
+
+def _micro_batch(
+    recipe: Recipe,
+    cluster: Cluster,
+    arch: Arch | None,
+    precision: Precision,
+    batch: int,
+    mesh: MeshShape,
+    at_rest: int,
+) -> tuple[int, str]:
+    """Samples of one forward on one rank, at most, and why."""
+    each = math.ceil(batch / mesh.data_parallel)
+    asked = recipe.batch.micro_batch
+    if asked != "auto":
+        return min(asked, each), f"micro-batch of at most {asked}: asked for"
+    if arch is None:
+        return (
+            each,
+            f"micro-batch {each}: a rank's whole share, as activations are not known before the model is",
+        )
+    length = recipe.data.sequence_length
+    if cluster.kind == "cpu":
+        micro = max(1, min(each, CPU_TOKENS_PER_MICRO_BATCH // length))
+        return (
+            micro,
+            f"micro-batch of at most {micro}: about {CPU_TOKENS_PER_MICRO_BATCH} tokens a forward on a core",
+        )
+    one = activation_bytes_per_sample(arch, length, precision) // (mesh.tp * mesh.pp)
+    room = max(0, usable_bytes(cluster, mesh.world) - at_rest)
+    micro = 1 if mesh.pp > 1 else max(1, min(each, room // max(1, one)))
+    return micro, (
+        f"micro-batch of at most {micro}: {format_bytes(one)} of activations a sample in {format_bytes(room)} left"
+    )
+
+
+def _why_compile(wanted: PlanRequest, cluster: Cluster) -> str:
+    if wanted.compile != "auto":
+        return f"compile {wanted.compile}: asked for"
+    if cluster.kind == "gpu":
+        return "each block compiled: the default on GPUs"
+    return "compile off: on CPU it costs seconds before the first step"
