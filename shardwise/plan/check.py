@@ -1,7 +1,7 @@
 """What makes a Plan infeasible: one small function a rule, each with a fix that a test applies.
 
-A rule returns None where it holds. `apply` holds overrides of the recipe's own keys that make the violation go
-away; None where only the user can choose.
+A rule returns None where it holds. `apply` holds overrides of the recipe's own keys that make the violation
+go away; None where only the user can choose.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,7 @@ class Coord(NamedTuple):
 
 
 class MeshShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Degrees by axis, outermost first: tp varies fastest with the rank. ep divides dp_shard: no ranks more."""
+    """Degrees by axis, outermost first: tp varies fastest with the rank. ep divides dp_shard."""
 
     pp: Degree = 1
     dp_replicate: Degree = 1

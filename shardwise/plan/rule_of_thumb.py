@@ -1,8 +1,8 @@
 """The first planner: Recipe + Arch + Cluster -> Plan, by the rule of thumb that a practitioner would use.
 
-Fits with its states on one device: data parallel, whole copies. To about 70B parameters: full sharding. Above:
-tensor parallel in the node, pipeline across nodes, data parallel over the rest. Degrees that the user fixes are
-obeyed. The plan may be infeasible: `plan/check.py` says so, with fixes.
+Fits with its states on one device: data parallel, whole copies. To about 70B parameters: full sharding.
+Above: tensor parallel in the node, pipeline across nodes, data parallel over the rest. Degrees that the user
+fixes are obeyed. The plan may be infeasible: `plan/check.py` says so, with fixes.
 """
 
 import importlib.metadata
@@ -26,6 +26,8 @@ Zero = Literal[0, 1, 2, 3]
 USABLE_SHARE = 0.95
 # States may take this much of what is usable; activations, gathered blocks and workspaces need the rest.
 STATES_SHARE = 0.70
+# Of what the states leave; gathered blocks, gradients in flight and workspaces take the rest.
+ACTIVATIONS_SHARE = 0.7
 # "About 70B": above, gathering every block over the network each step costs more than splitting inside it.
 FULL_SHARD_LIMIT = 80e9
 # A Python process with torch, before any parameter.
@@ -59,8 +61,8 @@ def bytes_per_parameter(precision: Precision, optimizer: OptimizerSpec) -> Bytes
 def activation_bytes_per_sample(arch: Arch, sequence_length: int, precision: Precision) -> int:
     """Activations of one sample kept for backward, without recompute, and its logits twice.
 
-    Source: Korthikanti et al. 2022, 34 * s * h bytes a layer in 2-byte precision, without the attention matrix,
-    which a fused kernel does not keep.
+    Source: Korthikanti et al. 2022, 34 * s * h bytes a layer in 2-byte precision, without the attention
+    matrix, which a fused kernel does not keep.
     """
     size = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}[precision]
     blocks = 17 * size * sequence_length * arch.hidden_size * arch.num_layers
@@ -127,7 +129,8 @@ def global_batch(recipe: Recipe) -> int:
         return samples
     near = [count * length for count in (samples, samples + 1) if count]
     raise RecipeError(
-        f"batch.tokens_per_step = {batch.tokens_per_step} is not a multiple of data.sequence_length = {length}.",
+        f"batch.tokens_per_step = {batch.tokens_per_step} is not a multiple of data.sequence_length "
+        f"= {length}.",
         why="a step takes whole samples",
         fix=f"batch.tokens_per_step = {' or '.join(map(str, near))}",
     )
@@ -169,7 +172,7 @@ def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, str]:
 
 
 def has_no_bf16(cluster: Cluster) -> bool:
-    """True for a catalogued GPU without bf16 units; one that is not in the catalogue gets the benefit."""
+    """True for a catalogued GPU without bf16 units; a GPU that is not in it gets the benefit of the doubt."""
     device = cluster.device
     known = device.dense_fp16_flops_per_second is not None
     return device.kind == "gpu" and known and device.dense_bf16_flops_per_second is None
@@ -286,13 +289,7 @@ def _requested_mesh(
     data = max(1, ranks // (request.pp * request.cp * request.tp))
     fits, reason = _fits(parameters, per_parameter, cluster, ranks)
     whole = request.zero == 0 or (request.zero == "auto" and fits)
-    replicate, shard = request.dp_replicate, request.dp_shard
-    if replicate == "auto" and shard == "auto":
-        replicate, shard = (data, 1) if whole else (1, data)
-    elif replicate == "auto":
-        replicate = max(1, data // shard) if shard != "auto" else 1
-    elif shard == "auto":
-        shard = max(1, data // replicate)
+    replicate, shard = _data_degrees(request, data, whole)
     mesh = MeshShape(
         pp=request.pp, dp_replicate=replicate, dp_shard=shard, cp=request.cp, tp=request.tp, ep=request.ep
     )
@@ -301,6 +298,16 @@ def _requested_mesh(
     if mesh.world == 1 and ranks == 1:
         return mesh, 0, (reason, f"one rank: nothing to shard, zero {request.zero} is the same as zero 0")
     return mesh, request.zero, (reason, f"degrees and zero = {request.zero}: as train.plan says")
+
+
+def _data_degrees(request: PlanRequest, data: int, whole: bool) -> tuple[int, int]:
+    """dp_replicate and dp_shard: as asked for, else what is left of the data-parallel ranks."""
+    replicate, shard = request.dp_replicate, request.dp_shard
+    if replicate == "auto" and shard == "auto":
+        return (data, 1) if whole else (1, data)
+    if replicate == "auto":
+        return max(1, data // shard) if shard != "auto" else 1, shard if shard != "auto" else 1
+    return replicate, max(1, data // replicate) if shard == "auto" else shard
 
 
 def _micro_batch(
@@ -317,6 +324,8 @@ def _micro_batch(
     asked = recipe.batch.micro_batch
     if asked != "auto":
         return min(asked, each), f"micro-batch of at most {asked}: asked for"
+    if mesh.pp > 1:
+        return 1, "micro-batch 1: the more micro-batches, the smaller the pipeline's bubble"
     if arch is None:
         return (
             each,
@@ -329,11 +338,12 @@ def _micro_batch(
             micro,
             f"micro-batch of at most {micro}: about {CPU_TOKENS_PER_MICRO_BATCH} tokens a forward on a core",
         )
-    one = activation_bytes_per_sample(arch, length, precision) // (mesh.tp * mesh.pp)
-    room = max(0, usable_bytes(cluster, mesh.world) - at_rest)
-    micro = 1 if mesh.pp > 1 else max(1, min(each, room // max(1, one)))
+    one = activation_bytes_per_sample(arch, length, precision) // mesh.tp
+    room = int(max(0, usable_bytes(cluster, mesh.world) - at_rest) * ACTIVATIONS_SHARE)
+    micro = max(1, min(each, room // max(1, one)))
     return micro, (
-        f"micro-batch of at most {micro}: {format_bytes(one)} of activations a sample in {format_bytes(room)} left"
+        f"micro-batch of at most {micro}: about {format_bytes(one)} of activations a sample, "
+        f"{format_bytes(room)} for them"
     )
 
 
