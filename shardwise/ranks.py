@@ -5,13 +5,16 @@ Every function works without a process group, as a world of one. Values cross as
 
 import datetime
 import os
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from shardwise import errors
 from shardwise.environment import ProcessIdentity, process_identity
+from shardwise.errors import ShardwiseError
 
 # Long enough for a slow first compile or load, short enough that a lost rank is named the same hour.
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
@@ -97,3 +100,18 @@ def broadcast_json(value: Any) -> Any:
 
 def process_id() -> int:
     return os.getpid()
+
+
+def on_main(action: Callable[[], Any]) -> Any:
+    """What `action` returns on rank 0, as JSON, on every rank; an error of ours is raised on every rank. Collective."""
+    outcome: dict[str, Any] = {}
+    if is_main():
+        try:
+            outcome = {"value": action()}
+        except ShardwiseError as error:
+            outcome = {"error": [type(error).__name__, error.what, error.why, error.fix]}
+    outcome = broadcast_json(outcome)
+    if "error" in outcome:
+        name, what, why, fix = outcome["error"]
+        raise getattr(errors, name)(what, why=why, fix=fix)
+    return outcome["value"]

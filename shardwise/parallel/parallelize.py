@@ -1,0 +1,111 @@
+"""parallelize: the passes that make a module obey its Plan, in their order, on one screen."""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from shardwise import ranks
+from shardwise.errors import BadInput, ModelError
+from shardwise.models import inspect
+from shardwise.parallel import data_parallel, device_mesh, precision
+from shardwise.plan import check
+from shardwise.plan.plan import Plan
+
+
+class Parallel:
+    """What the step needs to know of a parallelized module."""
+
+    def __init__(self, plan: Plan, module: nn.Module, gradients: data_parallel.GradientSum, device: torch.device) -> None:
+        self.plan = plan
+        self.gradients = gradients
+        self.device = device
+        self.data_coord = plan.decision.mesh.data_coord(ranks.rank())
+        self.named_parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.sharded = plan.decision.zero == 3
+        self.checked_gradients = False
+
+
+_parallel: weakref.WeakKeyDictionary[nn.Module, Parallel] = weakref.WeakKeyDictionary()
+
+
+def parallelize(
+    module: nn.Module, plan: Plan, *, blocks: str = "auto", initialize: Callable[[nn.Module], None] | None = None
+) -> nn.Module:
+    """Make `module` obey `plan`, in place, and return it.
+
+    Once a module, and several modules may share a plan (a GAN's two). Build the optimizer afterwards. `initialize`, for
+    a module built on the meta device, fills each rank's own shards.
+
+    Collective. Raises: PlanInfeasible, ModelError.
+    """
+    if module in _parallel:
+        raise ModelError("This module is parallelized already.", fix="call parallelize once a module")
+    check.require(plan, ranks.world())
+    decision, recipe = plan.decision, plan.recipe
+    device = torch.device(ranks.device_kind(), torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    mesh = device_mesh.build(decision.mesh)
+    ties = inspect.ties(module)
+
+    # 1. What mixes samples is refused, or made one with the global batch.
+    if recipe.model.sync_batchnorm:
+        module = inspect.sync_batchnorm(module)
+    refuse_mixing(module, recipe.model.mixes_samples)
+    # 2. Master precision; the compute copies come with the data-parallel pass or right before it.
+    precision.to_master(module, decision.precision)
+    fp32_modules = precision.select_fp32_modules(module, recipe.model.fp32_modules)
+    units = inspect.find_blocks(module, blocks).blocks
+    # 3. Compile each block before anything wraps it: blocks of one shape share one compilation.
+    if decision.compile == "blocks":
+        for block in units:
+            block.compile()
+    # 4. Data parallel.
+    gradients: data_parallel.GradientSum
+    if decision.zero == 3 and mesh is not None:
+        gradients = data_parallel.full_shard(module, units, fp32_modules, mesh=mesh, compute=decision.precision)
+        if initialize is not None:
+            module.to_empty(device=device)
+            initialize(module)
+        elif device.type != "cpu":
+            module.to(device)
+    else:
+        if initialize is not None:
+            module.to_empty(device=device)
+            initialize(module)
+        module.to(device)
+        if precision.is_mixed(decision.precision):
+            precision.apply_compute_copies(module, units, fp32_modules, decision.precision)
+        gradients = (
+            data_parallel.replicated(module, decision.bucket_cap_mb) if mesh is not None else data_parallel.SingleProcess()
+        )
+    if precision.is_mixed(decision.precision):
+        precision.cast_outputs(module)
+    # 5. What was tied is still tied.
+    if inspect.ties(module) != ties:
+        raise ModelError("Tied weights came untied.", why=f"before: {ties}; after: {inspect.ties(module)}")
+
+    _parallel[module] = Parallel(plan, module, gradients, device)
+    return module
+
+
+def refuse_mixing(module: nn.Module, policy: str) -> None:
+    """Raises: ModelError for a module that mixes the samples of a batch, unless the user accepts that."""
+    found = inspect.mixes_samples(module)
+    if found and policy == "refuse":
+        first = found[0]
+        raise ModelError(
+            f"{first.name} ({first.kind}) mixes the samples of a micro-batch"
+            + (f", and {len(found) - 1} more do." if len(found) > 1 else "."),
+            why=first.why,
+            fix=first.fix,
+        )
+
+
+def parallel_of(module: nn.Module) -> Parallel:
+    """Raises: BadInput for a module that `parallelize` never saw."""
+    if module not in _parallel:
+        raise BadInput(
+            f"{type(module).__name__} is not parallelized.", fix="call model = sw.parallelize(model, plan) first"
+        )
+    return _parallel[module]

@@ -1,0 +1,69 @@
+"""Evaluation: the loss over all of a data set, once, with one agreement at the end."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.errors import DataError
+from shardwise.parallel.parallelize import Parallel
+from shardwise.train.loss import LossFunction, named
+from shardwise.train.step import Inputs, LocalSums, agree, to_device
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Averages over the whole data set: the same on every rank."""
+
+    loss: float
+    count: float
+    losses: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+
+def evaluate(module: nn.Module, parallel: Parallel, data: Any, loss: LossFunction, inputs: Inputs) -> Evaluation:
+    """Forward only, in eval mode, in the order of the data; the training mode comes back afterwards. Collective."""
+    decision = parallel.plan.decision
+    loader = data.loader(
+        seed=0,
+        global_batch=decision.global_batch,
+        micro_batches=decision.accumulation,
+        rank=parallel.data_coord,
+        ranks=decision.mesh.data_parallel,
+        epochs=1,
+        shuffle=False,
+    )
+    modes = [(inner, inner.training) for inner in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            sums = _sums(module, parallel, loader, loss, inputs)
+    finally:
+        loader.close()
+        for inner, training in modes:
+            inner.training = training
+        reshard(module)
+    outcome, _ = agree(sums, [], parallel.device)
+    return Evaluation(outcome.loss, outcome.count, outcome.losses, outcome.metrics)
+
+
+def _sums(module: nn.Module, parallel: Parallel, loader: Any, loss: LossFunction, inputs: Inputs) -> LocalSums:
+    sums = LocalSums()
+    for micros in loader:
+        for micro in micros:
+            batch = to_device(micro.batch, parallel.device)
+            args, kwargs = inputs(batch)
+            sums.add(named(loss(module(*args, **kwargs), batch)), micro.weight)
+    if not sums.losses:
+        raise DataError("The evaluation data is empty.", fix="give at least one sample, or leave valid out")
+    return sums
+
+
+def reshard(module: nn.Module) -> None:
+    """Back to shards at rest: FSDP2 leaves the root whole after a forward that has no backward."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()

@@ -1,0 +1,115 @@
+"""When a rank raises: one record of it in the run folder, one traceback on the screen, and the process ends at once."""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import torch
+
+from shardwise import ranks
+from shardwise.errors import EXIT_FAILED, OutOfMemory, ShardwiseError
+from shardwise.events.values import Failed
+from shardwise.plan.plan import Decision
+
+
+class Where:
+    """Where this rank stands, for the message of an error: updated by the loop, read when something is raised."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.attempt = 0
+        self.step = 0
+        self.phase = "setup"
+
+
+WHERE = Where()
+
+
+def record(error: BaseException, where: Where = WHERE) -> Failed:
+    """Write this rank's failure into the run folder (if it is known) and return it."""
+    failed = Failed(
+        time=time.time(),
+        rank=ranks.rank(),
+        step=where.step,
+        phase=where.phase,
+        error=str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        exit_code=error.exit_code if isinstance(error, ShardwiseError) else EXIT_FAILED,
+    )
+    if where.folder is not None and where.folder.is_dir():
+        events = where.folder / "events"
+        events.mkdir(exist_ok=True)
+        path = events / f"failed-attempt-{where.attempt:03d}-rank-{failed.rank}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(failed))
+        temporary.replace(path)
+    return failed
+
+
+def first_failure(where: Where) -> Failed | None:
+    """The earliest failure of this attempt that any rank recorded in the run folder."""
+    if where.folder is None:
+        return None
+    found = [
+        msgspec.json.decode(path.read_bytes(), type=Failed)
+        for path in (where.folder / "events").glob(f"failed-attempt-{where.attempt:03d}-rank-*.json")
+    ]
+    return min(found, key=lambda failed: failed.time, default=None)
+
+
+def install(on_failure: Callable[[], None] = lambda: None) -> None:
+    """End this process at once when an exception reaches the top: peers that wait in a collective are freed by that."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+            return
+        end_with(error)
+
+    sys.excepthook = hook
+
+
+def end_with(error: BaseException) -> None:
+    """Record, print (unless another rank failed first), and leave without running destructors that would wait for peers."""
+    earlier = first_failure(WHERE)
+    failed = record(error)
+    if earlier is not None and earlier.rank != failed.rank:
+        print(f"rank {failed.rank}: ended at step {failed.step} after rank {earlier.rank} failed", file=sys.stderr)
+    elif isinstance(error, ShardwiseError):
+        print(f"rank {failed.rank}, step {failed.step}: {error}", file=sys.stderr)
+    else:
+        print(f"{failed.traceback}rank {failed.rank} failed at step {failed.step} ({failed.phase})", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failed.exit_code)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch raises its own type on GPUs, a RuntimeError from the CPU allocator, and MemoryError from Python."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def out_of_memory(error: BaseException, decision: Decision, where: Where = WHERE) -> OutOfMemory:
+    """Names rank, step and phase, and the cheapest change that the engine can run."""
+    return OutOfMemory(
+        f"Rank {ranks.rank()} ran out of memory at step {where.step}, in {where.phase}.",
+        why=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        fix=cheapest_fix(decision),
+    )
+
+
+def cheapest_fix(decision: Decision) -> str:
+    """Smaller micro-batches cost nothing but launches; sharding costs communication; then it takes more devices."""
+    if decision.micro_batch > 1:
+        half = decision.micro_batch // 2
+        return f"batch.micro_batch = {half} (half the activations; accumulation keeps the global batch and the result)"
+    if decision.zero == 0 and decision.mesh.world > 1:
+        return "train.plan = { zero = 3 } (parameters, gradients and optimizer states split over the ranks)"
+    return "more devices with train.plan = { zero = 3 }, or a smaller model or sequence_length"

@@ -1,0 +1,124 @@
+"""What the loop tells: every event of a run, from rank 0, with speed, utilisation and time left worked out."""
+
+import time
+from pathlib import Path
+
+from shardwise import ranks
+from shardwise.environment import watched
+from shardwise.events import values as happened
+from shardwise.events.live import LiveLine
+from shardwise.events.sinks import Events, EventSink
+from shardwise.events.writer import EventWriter
+from shardwise.plan.plan import Plan
+from shardwise.profiling.utilization import model_flops_utilization
+from shardwise.train.evaluate import Evaluation
+
+# The first steps pay for allocation, caches and compilation; speed is a mean over this many of the latest.
+SPEED_WINDOW_STEPS = 20
+
+
+class Journal:
+    """Writes events on rank 0; elsewhere every call does nothing."""
+
+    def __init__(self, folder: Path, attempt: int, plan: Plan, total: int, tokens_per_sample: int | None, peak: float | None):
+        self.plan, self.total, self.tokens_per_sample, self.peak = plan, total, tokens_per_sample, peak
+        self.folder = folder
+        self.started = time.perf_counter()
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.valid_loss: float | None = None
+        self.checkpoint: str | None = None
+        self.samples, self.tokens, self.seconds = 0, 0, 0.0
+        self.recent: list[tuple[int, float]] = []
+        sinks: list[EventSink] = []
+        if ranks.is_main():
+            sinks.append(EventWriter(folder / "events" / f"attempt-{attempt:03d}.jsonl"))
+            if not watched():
+                sinks.append(LiveLine())
+        self.events = Events(sinks)
+
+    def run_started(self, run: str, attempt: int, pids: list[int], device: str, step: int) -> None:
+        decision = self.plan.decision
+        self.events.emit(
+            happened.RunStarted(
+                run=run, attempt=attempt, world=ranks.world(), pids=tuple(pids), device=device,
+                plan=summary(self.plan), step=step, steps=self.total,
+            )  # fmt: skip
+        )
+        del decision
+
+    def resumed(self, step: int, path: str) -> None:
+        self.checkpoint = path
+        self.events.emit(happened.Resumed(step=step, path=path))
+
+    def fallback(self, what: str, why: str) -> None:
+        self.events.emit(happened.Fallback(what=what, why=why))
+
+    def settings_changed(self, key: str, before: str, after: str) -> None:
+        self.events.emit(happened.SettingsChanged(key=key, before=before, after=after))
+
+    def step(self, number: int, loss: float, grad_norm: float, lr: float, metrics: dict[str, float], samples: int,
+             position: int, seconds: float) -> None:  # fmt: skip
+        if self.first_loss is None:
+            self.first_loss = loss
+        self.last_loss = loss
+        tokens = None if self.tokens_per_sample is None else samples * self.tokens_per_sample
+        self.samples = position
+        self.tokens += tokens or 0
+        self.seconds += seconds
+        self.recent = [*self.recent[-SPEED_WINDOW_STEPS + 1 :], (tokens or 0, seconds)]
+        recent_seconds = sum(s for _, s in self.recent)
+        speed = sum(t for t, _ in self.recent) / recent_seconds if tokens is not None else None
+        self.events.emit(
+            happened.Step(
+                step=number, steps=self.total, loss=loss, grad_norm=grad_norm, lr=lr, samples=position, tokens=tokens,
+                step_seconds=seconds, tokens_per_second=speed, mfu=self._mfu(speed),
+                eta_seconds=(self.total - number) * recent_seconds / len(self.recent), metrics=metrics,
+            )  # fmt: skip
+        )
+
+    def _mfu(self, tokens_per_second: float | None) -> float | None:
+        arch = self.plan.arch
+        if tokens_per_second is None or arch is None or self.peak is None or self.tokens_per_sample is None:
+            return None
+        return model_flops_utilization(
+            arch.flops_per_token(self.tokens_per_sample), tokens_per_second, ranks.world(), self.peak
+        )
+
+    def evaluated(self, number: int, result: Evaluation, seconds: float) -> None:
+        self.valid_loss = result.loss
+        self.events.emit(
+            happened.Evaluated(
+                step=number, loss=result.loss, count=result.count, metrics=dict(result.metrics), seconds=seconds
+            )
+        )
+
+    def saved(self, number: int, path: str, size: int, seconds: float, why: str) -> None:
+        self.checkpoint = path
+        self.events.emit(happened.Saved(step=number, path=path, bytes=size, seconds=seconds, why=why))
+
+    def non_finite(self, number: int, loss: float, norm: float, in_a_row: int) -> None:
+        self.events.emit(happened.NonFiniteLoss(step=number, loss=loss, grad_norm=norm, in_a_row=in_a_row))
+
+    def stopped(self, number: int, reason: str, exit_code: int) -> None:
+        self.events.emit(happened.Stopped(step=number, reason=reason, exit_code=exit_code))  # type: ignore[arg-type]
+
+    def finished(self, number: int, sample: str | None = None) -> None:
+        """The run's own summary; speed is over every step of this attempt, without evaluation and saving."""
+        speed = self.tokens / self.seconds if self.tokens and self.seconds else None
+        self.events.emit(
+            happened.Finished(
+                step=number, samples=self.samples, tokens=self.tokens or None, seconds=time.perf_counter() - self.started,
+                first_loss=self.first_loss, last_loss=self.last_loss, valid_loss=self.valid_loss,
+                tokens_per_second=speed, checkpoint=self.checkpoint, sample=sample,
+            )  # fmt: skip
+        )
+
+
+def summary(plan: Plan) -> str:
+    """One line: `4 ranks, zero 0, fp32, micro-batch 16 x 1`."""
+    d = plan.decision
+    return (
+        f"{d.mesh.world} rank{'s' if d.mesh.world > 1 else ''}, zero {d.zero}, {d.precision}, "
+        f"micro-batch {d.micro_batch} x {d.accumulation}"
+    )

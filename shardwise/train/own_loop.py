@@ -1,0 +1,100 @@
+"""The parts for a loop of your own: init, batches. (parallelize, forward_backward, clip_grad_norm, Checkpointer stand alone.)"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from shardwise import ranks
+from shardwise.data.micros import Micros
+from shardwise.inputs import recipe as recipes
+from shardwise.inputs.recipe import PlanRequest
+from shardwise.launch import local
+from shardwise.optimizer import build as optimizers
+from shardwise.parallel.parallelize import parallel_of
+from shardwise.plan import check, rule_of_thumb
+from shardwise.plan.plan import Plan
+from shardwise.train import failure, setup
+
+
+def init(
+    plan: str | PlanRequest | Mapping[str, Any] | Plan = "auto",
+    *,
+    global_batch: int | None = None,
+    micro_batch: int | str = "auto",
+    precision: str = "auto",
+    seed: int = 0,
+    unused_parameters: tuple[str, ...] = (),
+    mixes_samples: str = "refuse",
+) -> Plan:
+    """Join the ranks and return the Plan for the world that came.
+
+    `global_batch` in samples; a plan that leaves zero open takes 0. Collective. Raises: RecipeError, PlanInfeasible.
+    """
+    failure.install()
+    ranks.start()
+    if isinstance(plan, Plan):
+        check.require(plan, ranks.world())
+        return plan
+    keys = {
+        "run": "",
+        "seed": seed,
+        "model": {"given": "own loop", "unused_parameters": unused_parameters, "mixes_samples": mixes_samples},
+        "data": {"given": "own loop"},
+        "batch": {"global_batch": global_batch or ranks.world(), "micro_batch": micro_batch},
+        "train": {"precision": precision, "plan": msgspec.to_builtins(plan)},
+    }
+    recipe = recipes.from_keys(keys, "sw.init")
+
+    def decide() -> Any:
+        made = rule_of_thumb.plan(recipe, None, local.probe_cluster(), world=ranks.world())
+        check.require(made, ranks.world())
+        return msgspec.to_builtins(made)
+
+    return msgspec.convert(ranks.on_main(decide), Plan)
+
+
+def build_optimizer(module: nn.Module, factory: Any) -> torch.optim.Optimizer:
+    """`factory(module)` on the split parameters, checked. Raises: ModelError."""
+    optimizer = factory(module) if not isinstance(factory, recipes.OptimizerSpec) else optimizers.build(factory, module)
+    setup.require_optimizer(optimizer, module, parallel_of(module).plan.decision.zero)
+    return optimizer
+
+
+class batches:  # noqa: N801 (used as a verb: for micros in sw.batches(...))
+    """This rank's micro-batches, step by step, in the one global order; resumes through a Checkpointer's `data=`.
+
+    `plan` says how large the global batch is and how it is cut; `epochs` None never ends.
+    """
+
+    def __init__(self, data: Any, plan: Plan, *, epochs: int | None = None) -> None:
+        self.data = setup.as_data(data, "data")
+        self.plan, self.epochs, self.position = plan, epochs, 0
+
+    def __iter__(self) -> Iterator[Micros]:
+        decision = self.plan.decision
+        loader = self.data.loader(
+            seed=self.plan.recipe.seed,
+            global_batch=decision.global_batch,
+            micro_batches=decision.accumulation,
+            rank=decision.mesh.data_coord(ranks.rank()),
+            ranks=decision.mesh.data_parallel,
+            start=self.position,
+            epochs=self.epochs,
+        )
+        for micros in loader:
+            self.position = micros.next_position
+            yield micros
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"position": self.position}
+        if hasattr(self.data, "state_dict"):
+            state["stream"] = self.data.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = int(state["position"])
+        if "stream" in state:
+            self.data.load_state_dict(state["stream"])

@@ -1,0 +1,265 @@
+"""From what the Trainer was handed to values: the Recipe, the data, the module, the Plan, the end of the run."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from shardwise import ranks
+from shardwise.data.batches import Batches
+from shardwise.data.mixture import Mixture
+from shardwise.data.stream import Stream
+from shardwise.data.tokens import TokenData
+from shardwise.errors import DataError, ModelError, RecipeError
+from shardwise.inputs import arch as archs
+from shardwise.inputs import recipe as recipes
+from shardwise.inputs.arch import Arch
+from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, PresetByDevice, Recipe
+from shardwise.launch import local
+from shardwise.models import materialize
+from shardwise.models.decoder import Decoder, initialize_decoder, next_token_sums
+from shardwise.optimizer import build as optimizers
+from shardwise.optimizer.schedules import Schedule
+from shardwise.plan import rule_of_thumb
+from shardwise.plan.plan import Plan
+from shardwise.train.loss import Loss
+
+Initialize = Callable[[nn.Module], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The Trainer's keywords, as far as they are values."""
+
+    model: str
+    data: str
+    blocks: str
+    global_batch: int | None
+    tokens_per_step: int | None
+    tokens_per_sample: int | None
+    micro_batch: int | str
+    precision: str
+    clip_norm: float | None
+    seed: int
+    plan: str | PlanRequest | Mapping[str, Any] | Plan
+    run: str
+    checkpoint: CheckpointPolicy
+    log: tuple[str, ...]
+    fp32_modules: tuple[str, ...]
+    evaluate_every_steps: int
+    sync_batchnorm: bool
+    mixes_samples: str
+    unused_parameters: tuple[str, ...]
+
+    def recipe(self) -> Recipe:
+        """The Recipe of these keywords: the same checks as for a file. Raises: RecipeError."""
+        if isinstance(self.plan, Plan):
+            return self.plan.recipe
+        keys: dict[str, Any] = {
+            "run": self.run,
+            "seed": self.seed,
+            "model": {
+                "given": self.model, "blocks": self.blocks, "fp32_modules": self.fp32_modules,
+                "sync_batchnorm": self.sync_batchnorm, "mixes_samples": self.mixes_samples,
+                "unused_parameters": self.unused_parameters,
+            },
+            "data": {"given": self.data},
+            "batch": {"micro_batch": self.micro_batch, **self._batch()},
+            "optimizer": {"clip_norm": "off" if self.clip_norm is None else self.clip_norm},
+            "train": {
+                "precision": self.precision, "plan": _plan_keys(self.plan),
+                "evaluate_every_steps": self.evaluate_every_steps,
+            },
+            "checkpoint": msgspec.to_builtins(self.checkpoint),
+            "log": self.log,
+        }  # fmt: skip
+        return recipes.from_keys(keys, "Trainer")
+
+    def _batch(self) -> dict[str, int]:
+        if (self.global_batch is None) == (self.tokens_per_step is None):
+            raise RecipeError(
+                "The Trainer needs exactly one of global_batch and tokens_per_step.", fix="global_batch=256 (samples)"
+            )
+        if self.global_batch is not None:
+            return {"global_batch": self.global_batch}
+        if self.tokens_per_sample is None or self.tokens_per_step is None:
+            raise RecipeError(
+                "tokens_per_step needs data whose samples have one length.", fix="give global_batch (samples) instead"
+            )
+        samples, rest = divmod(self.tokens_per_step, self.tokens_per_sample)
+        if rest or not samples:
+            raise RecipeError(
+                f"tokens_per_step = {self.tokens_per_step} is not a multiple of {self.tokens_per_sample} tokens a sample.",
+                fix=f"tokens_per_step={max(1, samples) * self.tokens_per_sample}",
+            )
+        return {"global_batch": samples}
+
+
+def _plan_keys(plan: str | PlanRequest | Mapping[str, Any] | Plan) -> Any:
+    return msgspec.to_builtins(plan) if isinstance(plan, PlanRequest) else plan
+
+
+def describe(value: Any) -> str:
+    """A name for a callable or an object, for the record in the plan."""
+    named = value if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def run_name(run: str | Path | None) -> str:
+    """`run=`, else runs/<name of the script>."""
+    if run is not None:
+        return str(run)
+    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+    return f"runs/{script or 'run'}"
+
+
+def as_data(data: Any, key: str) -> Any:
+    """Data that the loop can read: ours as it is, a Dataset or DataLoader as Batches. Raises: DataError."""
+    if isinstance(data, Batches | TokenData | Mixture | Stream) or hasattr(data, "loader"):
+        return data
+    if isinstance(data, IterableDataset):
+        raise DataError(f"{key} is an IterableDataset.", fix=f"{key}=sw.Stream(factory), factory(shard, shards) -> iterable")
+    if isinstance(data, Dataset | DataLoader | Sequence):
+        return Batches(data)
+    raise DataError(
+        f"{key} is {type(data).__name__}.", fix=f"{key}=sw.Batches(dataset), sw.TokenData(text=[...]) or sw.Stream(factory)"
+    )
+
+
+def build_model(model: Any, recipe: Recipe) -> tuple[nn.Module, Initialize | None]:
+    """The module, and how to fill its shards where it was built without memory. Raises: ModelError."""
+    if isinstance(model, Arch):
+        with torch.device("meta"):
+            decoder = Decoder(model)
+        return decoder, lambda module: initialize_decoder(module, recipe.seed)
+    if isinstance(model, str):
+        raise ModelError(f"model = {model!r} cannot be loaded yet.", fix="give a function that builds the module")
+    return materialize.build(model, recipe.seed), None
+
+
+def recipe_model(recipe: Recipe) -> Any:
+    """The Arch or factory that a recipe's [model] names. Raises: RecipeError, ModelError."""
+    model = recipe.model
+    if model.factory is not None:
+        return materialize.load_factory(model.factory)
+    return recipe_arch(recipe, "gpu" if ranks.device_kind() == "cuda" else "cpu")
+
+
+def recipe_arch(recipe: Recipe, kind: str) -> Arch:
+    model = recipe.model
+    if model.preset is not None:
+        name = getattr(model.preset, kind) if isinstance(model.preset, PresetByDevice) else model.preset
+        return archs.preset(name)
+    if model.config is not None:
+        return archs.from_config_json(model.config)
+    raise ModelError("This recipe's model cannot be built yet.", fix="use model.preset, model.config or model.factory")
+
+
+def recipe_data(recipe: Recipe) -> tuple[Any, Any]:
+    """(training data, held-out data or None) of a recipe's [data]. Rank 0 makes the token file; the others wait."""
+    spec = recipe.data
+    ranks.on_main(lambda: _prepare(spec))
+    if spec.mixture:
+        weighted = [(_tokens(spec, source.text), source.weight) for source in spec.mixture]
+        valid = [(data.valid, weight) for data, weight in weighted if data.valid is not None]
+        return Mixture([(data.train, weight) for data, weight in weighted]), valid[0][0] if valid else None
+    data = _tokens(spec, spec.text)
+    return data.train, data.valid if spec.valid_fraction > 0 else None
+
+
+def _prepare(spec: recipes.DataSpec) -> None:
+    for text in [source.text for source in spec.mixture] or [spec.text]:
+        _tokens(spec, text)
+
+
+def _tokens(spec: recipes.DataSpec, text: Sequence[str]) -> TokenData:
+    return TokenData(
+        text=list(text),
+        tokenizer=spec.tokenizer,
+        sequence_length=spec.sequence_length,
+        text_key=spec.text_key,
+        valid_fraction=spec.valid_fraction,
+    )
+
+
+def next_token_loss(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Loss:
+    """Cross-entropy of the next token, summed over the labels that count."""
+    return Loss(*next_token_sums(outputs, batch["labels"]))
+
+
+def make_plan(recipe: Recipe, module: nn.Module) -> Plan:
+    """Rank 0 plans for the world that came and publishes it. Collective."""
+    shape = module.arch if isinstance(module, Decoder) else sum(p.numel() for p in module.parameters())
+
+    def decide() -> Any:
+        cluster = local.probe_cluster()
+        return msgspec.to_builtins(rule_of_thumb.plan(recipe, shape, cluster, world=ranks.world()))
+
+    return msgspec.convert(ranks.on_main(decide), Plan)
+
+
+def require_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, zero: int) -> None:
+    """Raises: ModelError for an optimizer of other parameters, or one that is wrong on shards."""
+    own = {id(p) for p in module.parameters()}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if strangers:
+        raise ModelError(
+            f"The optimizer holds {len(strangers)} parameters that the model has not.",
+            why="it was built from the module before it was split",
+            fix="optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=...): built from the m it is given",
+        )
+    if zero == 3 and not optimizers.is_elementwise(optimizer):
+        raise ModelError(
+            f"{type(optimizer).__name__} is not known to be element-wise.",
+            why="under zero = 3 each rank holds a part of every parameter, and the update would see only that part",
+            fix="use AdamW, Adam or SGD, or train.plan = { zero = 0 }",
+        )
+
+
+def with_end(recipe: Recipe, steps: int | None, epochs: int | None, tokens: float | None) -> Recipe:
+    """The recipe with run()'s own end, if it was given one. Raises: RecipeError unless there is exactly one."""
+    given = {name: value for name, value in (("steps", steps), ("epochs", epochs), ("tokens", tokens)) if value is not None}
+    if given:
+        ends = {"steps": None, "epochs": None, "tokens": None, **given}
+        if tokens is not None:
+            ends["tokens"] = int(tokens)
+        recipe = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, **ends))
+    ends_set = [name for name in ("steps", "epochs", "tokens") if getattr(recipe.train, name) is not None]
+    if len(ends_set) != 1:
+        raise RecipeError(
+            f"The run has {len(ends_set)} ends: {', '.join(ends_set) or 'none'}.", fix="run(steps=10_000), or epochs=, or tokens="
+        )
+    return recipe
+
+
+def total_steps(recipe: Recipe, data: Any, global_batch: int) -> int:
+    """Steps to the end of the run. Raises: RecipeError where epochs or tokens cannot be turned into steps."""
+    train = recipe.train
+    if train.steps is not None:
+        return train.steps
+    if train.epochs is not None:
+        if not hasattr(data, "steps_per_epoch"):
+            raise RecipeError("epochs are not known of this data.", fix="give steps")
+        return train.epochs * int(data.steps_per_epoch(global_batch))
+    per_sample = getattr(data, "tokens_per_sample", None)
+    if per_sample is None or train.tokens is None:
+        raise RecipeError("tokens are not known of this data.", fix="give steps or epochs")
+    return math.ceil(train.tokens / (per_sample * global_batch))
+
+
+def factor(schedule: Schedule | Callable[[int], float] | None, total: int) -> Callable[[int], float]:
+    """The learning rate's factor as a function of the step, 1..total."""
+    if schedule is None:
+        return lambda step: 1.0
+    return schedule.resolve(total) if isinstance(schedule, Schedule) else schedule
+
+
+def with_recipe(plan: Plan, recipe: Recipe) -> Plan:
+    return msgspec.structs.replace(plan, recipe=recipe)

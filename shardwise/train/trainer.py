@@ -1,0 +1,367 @@
+"""The Trainer: one loop, read top to bottom in `run`."""
+
+import dataclasses
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import ranks
+from shardwise.checkpoint.checkpointer import Checkpointer
+from shardwise.data.micros import Micros
+from shardwise.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, NonFinite, ShardwiseError, TrainingFailed
+from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe
+from shardwise.launch import run_folder
+from shardwise.optimizer import build as optimizers
+from shardwise.optimizer.schedules import Schedule
+from shardwise.parallel.parallelize import parallel_of, parallelize
+from shardwise.plan.plan import Plan
+from shardwise.profiling import probe
+from shardwise.resilience.signals import StopSignals
+from shardwise.train import failure, setup
+from shardwise.train.evaluate import Evaluation, evaluate
+from shardwise.train.failure import WHERE
+from shardwise.train.journal import Journal
+from shardwise.train.loss import LossFunction
+from shardwise.train.scaler import LossScaler
+from shardwise.train.step import (
+    Inputs,
+    StepLoss,
+    Work,
+    accumulate,
+    agree,
+    call_inputs,
+    clip_factor,
+    divisor,
+    local_gradients,
+    scale_gradients,
+    squares,
+)
+
+NON_FINITE_LIMIT = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One optimizer update, as the loop's body sees it: the same on every rank but `is_main`."""
+
+    number: int
+    loss: float
+    grad_norm: float
+    lr: float
+    metrics: Mapping[str, float]
+    losses: Mapping[str, float]
+    samples: int
+    epoch: int
+    is_main: bool
+    applied: bool = True
+
+
+class Trainer:
+    """Trains a module under a plan; `for step in trainer.run(steps=...)` is one optimizer update each.
+
+    The keywords are a Recipe's keys (DESIGN: the Trainer); `loss(outputs, batch)` returns sw.Loss(total, count). The same
+    command again goes on where the run stands. Collective: every rank makes the same calls.
+
+    Raises: BadInput before anything is trained; TrainingFailed while it runs.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module] | nn.Module,
+        *,
+        loss: LossFunction,
+        data: Any,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        global_batch: int | None = None,
+        tokens_per_step: int | None = None,
+        micro_batch: int | str = "auto",
+        blocks: str = "auto",
+        inputs: Inputs | str = "auto",
+        schedule: Schedule | Callable[[int], float] | None = None,
+        valid: Any = None,
+        evaluate_every_steps: int = 0,
+        precision: str = "auto",
+        clip_norm: float | None = 1.0,
+        seed: int = 0,
+        plan: str | PlanRequest | Mapping[str, Any] | Plan = "auto",
+        run: str | Path | None = None,
+        fresh: bool = False,
+        checkpoint: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 (a frozen value)
+        state: Mapping[str, Any] | None = None,
+        log: Sequence[str] = (),
+        fp32_modules: Sequence[str] = (),
+        sync_batchnorm: bool = False,
+        mixes_samples: str = "refuse",
+        unused_parameters: Sequence[str] = (),
+    ) -> None:
+        WHERE.phase = "setup"
+        failure.install()
+        self.device = ranks.start()
+        self.data = setup.as_data(data, "data")
+        self.valid = None if valid is None else setup.as_data(valid, "valid")
+        settings = setup.Settings(
+            model=setup.describe(model), data=setup.describe(data), blocks=blocks, global_batch=global_batch,
+            tokens_per_step=tokens_per_step, tokens_per_sample=getattr(self.data, "tokens_per_sample", None),
+            micro_batch=micro_batch, precision=precision, clip_norm=clip_norm, seed=seed, plan=plan,
+            run=setup.run_name(run), checkpoint=checkpoint, log=tuple(log), fp32_modules=tuple(fp32_modules),
+            evaluate_every_steps=evaluate_every_steps, sync_batchnorm=sync_batchnorm, mixes_samples=mixes_samples,
+            unused_parameters=tuple(unused_parameters),
+        )  # fmt: skip
+        self._open(settings.recipe(), plan if isinstance(plan, Plan) else None, model, fresh)
+        self.loss, self.state = loss, dict(state or {})
+        self.inputs = call_inputs(self.model, inputs)
+        self.optimizer = optimizer(self.model)
+        setup.require_optimizer(self.optimizer, self.model, self.plan.decision.zero)
+        self.schedule = schedule
+
+    def _open(self, recipe: Recipe, plan: Plan | None, model: Any, fresh: bool) -> None:
+        self.fresh = fresh
+        WHERE.folder = Path(recipe.run)
+        module, initialize = setup.build_model(model, recipe)
+        self.plan = plan if plan is not None else setup.make_plan(recipe, module)
+        self.model = parallelize(module, self.plan, blocks=recipe.model.blocks, initialize=initialize)
+        self.parallel = parallel_of(self.model)
+        self.scaler = LossScaler(self.plan.decision.precision == "fp16")
+        clip = recipe.optimizer.clip_norm
+        self.clip_norm = None if isinstance(clip, str) else clip
+        self.number, self.position = 0, 0
+        self.non_finite_in_a_row = 0
+        self.sample: Callable[[], str | None] = lambda: None
+        self._stop_reason = ""
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, plan: Plan | None = None, *, fresh: bool = False) -> "Trainer":
+        """The Trainer of a recipe: its preset's decoder, token data, optimizer and schedule. Collective."""
+        trainer = cls.__new__(cls)
+        WHERE.phase = "setup"
+        failure.install()
+        trainer.device = ranks.start()
+        trainer.data, trainer.valid = setup.recipe_data(recipe)
+        trainer._open(recipe, plan, setup.recipe_model(recipe), fresh)
+        trainer.loss, trainer.state = setup.next_token_loss, {}
+        trainer.inputs = call_inputs(trainer.model, "auto")
+        trainer.optimizer = optimizers.build(recipe.optimizer, trainer.model)
+        trainer.schedule = optimizers.schedule(recipe.optimizer.schedule)
+        return trainer
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(
+        self, steps: int | None = None, *, epochs: int | None = None, tokens: float | None = None
+    ) -> Iterator[Step]:
+        """Train to the end, one Step an optimizer update; resumes, saves and evaluates by itself.
+
+        Leaving the loop with `break` saves. SIGINT and SIGTERM save at the next step boundary and leave through
+        SystemExit (130, 75). Collective.
+        """
+        recipe = setup.with_end(self.plan.recipe, steps, epochs, tokens)
+        total = setup.total_steps(recipe, self.data, self.plan.decision.global_batch)
+        with run_folder.held(recipe.run, fresh=self.fresh) as opened, StopSignals() as signals:
+            yield from self._run(recipe, total, opened, signals)
+
+    def _run(self, recipe: Recipe, total: int, opened: Any, signals: StopSignals) -> Iterator[Step]:
+        self._prepare(recipe, total, opened)
+        if self.number >= total:
+            self.journal.fallback(f"nothing is left to do: the run stands at step {self.number} of {total}", "finished")
+            return
+        if self.number == 0 and recipe.train.evaluate_every_steps:
+            self.evaluate()
+        loader = self._loader()
+        try:
+            for micros in loader:
+                step = self._step(micros, signals)
+                if step is None:
+                    break
+                yield step
+                if self._after(step.number, total, signals):
+                    break
+            self._finish(total, signals)
+        except GeneratorExit:
+            # `break` in the caller's loop: what was trained is kept.
+            self._save("left the loop")
+            self.journal.stopped(self.number, "user", EXIT_DONE)
+            raise
+        except ShardwiseError:
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if failure.is_out_of_memory(error):
+                raise failure.out_of_memory(error, self.plan.decision) from error
+            raise
+        finally:
+            loader.close()
+
+    def _step(self, micros: Micros, signals: StopSignals) -> Step | None:
+        """One update; None where the ranks agreed to stop before it."""
+        started = time.perf_counter()
+        number = self.number + 1
+        WHERE.step = number
+        self.optimizer.zero_grad(set_to_none=True)
+        work = Work(self.model, list(micros), self.loss, self.inputs, number, self.scaler.scale)
+        try:
+            sums = accumulate(self.parallel, work)
+        finally:
+            WHERE.phase = work.phase
+        gradients = local_gradients(self.parallel)
+        flags = [bool(self._stop_reason), signals.received == signal.SIGINT, signals.received == signal.SIGTERM]
+        outcome, extra = agree(sums, [squares(self.parallel, gradients), *map(float, flags)], self.device)
+        self._agreed = tuple(count > 0 for count in extra[1:])
+        if self._agreed[0]:
+            return None
+        norm = math.sqrt(extra[0]) / (divisor(outcome) * self.scaler.scale)
+        applied = self._update(outcome, norm, gradients, number)
+        self.number, self.position = number, micros.next_position
+        WHERE.phase = "loop body"
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        step = Step(number, outcome.loss, norm, lr, outcome.metrics, outcome.losses, micros.samples, micros.epoch,
+                    ranks.is_main(), applied)  # fmt: skip
+        self.journal.step(number, outcome.loss, norm, lr, dict(outcome.metrics), micros.samples, self.position,
+                          time.perf_counter() - started)  # fmt: skip
+        return step
+
+    def _update(self, outcome: StepLoss, norm: float, gradients: list[torch.Tensor], number: int) -> bool:
+        """Scale, clip and apply, unless something is not finite; the same decision on every rank."""
+        finite = outcome.finite and math.isfinite(norm)
+        scale = self.scaler.scale
+        self.scaler.update(finite)
+        if not finite:
+            self._skip(outcome, norm, number)
+            return False
+        self.non_finite_in_a_row = 0
+        scale_gradients(gradients, clip_factor(norm, self.clip_norm) / (divisor(outcome) * scale))
+        WHERE.phase = "optimizer"
+        optimizers.apply_schedule(self.optimizer, self.base_lrs, self.factor(number))
+        self.optimizer.step()
+        return True
+
+    def _skip(self, outcome: StepLoss, norm: float, number: int) -> None:
+        if self.scaler.enabled and outcome.finite:
+            self.journal.fallback(
+                f"step {number} was skipped: fp16 gradients overflowed", f"the loss scale is now {self.scaler.scale:g}"
+            )
+            return
+        self.non_finite_in_a_row += 1
+        self.journal.non_finite(number, outcome.loss, norm, self.non_finite_in_a_row)
+        if self.non_finite_in_a_row == NON_FINITE_LIMIT:
+            raise NonFinite(
+                f"The loss or the gradient was not finite {NON_FINITE_LIMIT} steps in a row, to step {number}.",
+                why=f"loss {outcome.loss}, gradient norm {norm}; none of these updates was applied",
+                fix="go on from the last checkpoint (the same command) with a lower optimizer.lr or longer warm-up",
+            )
+
+    def _after(self, number: int, total: int, signals: StopSignals) -> bool:
+        """What is due after the loop's body; True where the loop ends here."""
+        every = self.plan.recipe.train.evaluate_every_steps
+        if every and number % every == 0 and number < total:
+            self.evaluate()
+        if self._agreed[1] or self._agreed[2]:
+            code, name = (EXIT_INTERRUPTED, "SIGINT") if self._agreed[1] else (EXIT_REQUEUE, "SIGTERM")
+            self._save(name)
+            self.journal.stopped(number, "signal", code)
+            ranks.stop()
+            raise SystemExit(code)
+        saves = self.plan.recipe.checkpoint.every_steps
+        if saves and number % saves == 0 and number < total:
+            self._save("policy")
+        return number >= total
+
+    def _finish(self, total: int, signals: StopSignals) -> None:
+        if self.valid is not None:
+            self.evaluate()
+        done = self.number >= total
+        self._save("finished" if done else f"stopped: {self._stop_reason}")
+        self.journal.finished(self.number, self.sample() if done else None)
+        self.journal.stopped(self.number, "finished" if done else "user", EXIT_DONE)
+
+    # ------------------------------------------------------------------ what the loop uses
+
+    def _prepare(self, recipe: Recipe, total: int, opened: run_folder.RunState) -> None:
+        """Open the run: plan, events, the newest checkpoint."""
+        WHERE.phase = "resume"
+        self.plan = setup.with_recipe(self.plan, recipe)
+        self.folder = opened.folder
+        WHERE.folder, WHERE.attempt = opened.folder, opened.attempt
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.factor = setup.factor(self.schedule, total)
+        self._agreed = (False, False, False)
+        self.checkpointer = Checkpointer(
+            opened.folder,
+            self.model,
+            self.optimizer,
+            data=DataPosition(self),
+            state={"scaler": self.scaler, **{f"user.{name}": value for name, value in self.state.items()}},
+            policy=recipe.checkpoint,
+        )
+        self.number = self.checkpointer.resume()
+        WHERE.step = self.number
+        self._tell_start(recipe, total, opened)
+
+    def _tell_start(self, recipe: Recipe, total: int, opened: run_folder.RunState) -> None:
+        per_sample = getattr(self.data, "tokens_per_sample", None)
+        peak = probe.peak_flops_per_second(self.plan.decision.precision)
+        self.journal = Journal(opened.folder, opened.attempt, self.plan, total, per_sample, peak)
+        pids = ranks.gather_json(ranks.process_id())
+        self.journal.run_started(recipe.run, opened.attempt, pids, str(self.device), self.number)
+        for change in opened.changes:
+            self.journal.settings_changed(change.key, change.before, change.after)
+        if self.number:
+            self.journal.resumed(self.number, self.checkpointer.latest() or "")
+
+    def _loader(self) -> Any:
+        decision = self.plan.decision
+        return self.data.loader(
+            seed=self.plan.recipe.seed,
+            global_batch=decision.global_batch,
+            micro_batches=decision.accumulation,
+            rank=self.parallel.data_coord,
+            ranks=decision.mesh.data_parallel,
+            start=self.position,
+        )
+
+    def _save(self, why: str) -> None:
+        WHERE.phase = "save"
+        started = time.perf_counter()
+        saved = self.checkpointer.save(self.number, why)
+        self.journal.saved(self.number, saved.path, saved.bytes, time.perf_counter() - started, why)
+
+    def evaluate(self, data: Any = None) -> Evaluation:
+        """The loss and metrics over all of `data` (default: `valid`), the same on every rank. Collective."""
+        WHERE.phase = "evaluate"
+        chosen = self.valid if data is None else setup.as_data(data, "valid")
+        if chosen is None:
+            raise TrainingFailed("There is nothing to evaluate on.", fix="give the Trainer valid=, or evaluate(data)")
+        started = time.perf_counter()
+        result = evaluate(self.model, self.parallel, chosen, self.loss, self.inputs)
+        self.journal.evaluated(self.number, result, time.perf_counter() - started)
+        return result
+
+    def save(self) -> str:
+        """Save now; the path of the committed checkpoint. Collective."""
+        return self.checkpointer.save(self.number, "asked")
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step. One rank is enough: the ranks agree in the next step, which is then dropped."""
+        self._stop_reason = reason
+
+
+@dataclasses.dataclass
+class DataPosition:
+    """The place in the global order, for the checkpoint: samples consumed, and a Stream's own state."""
+
+    trainer: Trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"position": self.trainer.position}
+        if hasattr(self.trainer.data, "state_dict"):
+            state["stream"] = self.trainer.data.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.position = int(state["position"])
+        if "stream" in state:
+            self.trainer.data.load_state_dict(state["stream"])
