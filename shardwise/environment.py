@@ -106,6 +106,11 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with `extra` on top, for a process that it starts."""
-    return {**os.environ, **extra}
+def visible_devices() -> str | None:
+    """CUDA_VISIBLE_DEVICES; None where it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def child_environment(extra: Mapping[str, str], defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment for one that it starts: `extra` on top, `defaults` where nothing is set."""
+    return {**(defaults or {}), **os.environ, **extra}

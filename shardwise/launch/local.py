@@ -1,0 +1,188 @@
+"""This machine: what it has, and how ranks are started on it.
+
+`render` is pure: torchrun's command line, or plain Python for one rank. `probe_cluster` and `start` are thin.
+"""
+
+import importlib.metadata
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from shardwise.environment import child_environment, usable_cpus, visible_devices
+from shardwise.errors import RecipeError
+from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster
+
+# A rank that died must not be waited for by others that cannot see it: torchrun's own default is 30 s.
+SHUTDOWN_SECONDS = 10
+QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """Ranks on this machine. `command` is what follows `python`: a script or "-m" and a module, and arguments."""
+
+    ranks: int
+    command: tuple[str, ...]
+    logs: str
+    cores: int = 1
+    watched: bool = False
+
+
+def render(job: Job) -> list[str]:
+    """The command line that starts the job's ranks.
+
+    Raises: RecipeError where there is nothing to start.
+    """
+    if not job.command or job.ranks < 1:
+        raise RecipeError(
+            "There is nothing to start.", fix="shardwise run train.py, with at least one device"
+        )
+    if job.ranks == 1:
+        return [sys.executable, *job.command]
+    return [
+        sys.executable,
+        *("-m", "torch.distributed.run"),
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={job.ranks}",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        f"--shutdown-timeout={SHUTDOWN_SECONDS}",
+        f"--log-dir={job.logs}",
+        "--redirects=3",
+        *job.command,
+    ]
+
+
+def variables(job: Job) -> dict[str, str]:
+    """What the ranks' environment gets on top of this process's."""
+    return {"PYTHONUNBUFFERED": "1", "SHARDWISE_WATCHED": "1" if job.watched else "0"}
+
+
+def default_variables(job: Job) -> dict[str, str]:
+    """What the ranks' environment gets where the user has not set it.
+
+    All ranks are on this machine: loopback needs no name to be resolved and no other interface.
+    """
+    return {"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks)), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def start(job: Job) -> "subprocess.Popen[bytes]":
+    """Start the ranks in a session of their own, so that Ctrl-C reaches only this process.
+
+    One rank's output goes where torchrun would put it; torchrun's own goes to launcher.log.
+    """
+    logs = Path(job.logs)
+    logs.mkdir(parents=True, exist_ok=True)
+    out = logs / "launcher.log"
+    error = out
+    if job.ranks == 1:
+        rank = logs / "single" / "attempt_0" / "0"
+        rank.mkdir(parents=True, exist_ok=True)
+        out, error = rank / "stdout.log", rank / "stderr.log"
+    with out.open("wb") as stdout, stdout if error == out else error.open("wb") as stderr:
+        return subprocess.Popen(
+            render(job),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=child_environment(variables(job), default_variables(job)),
+            start_new_session=True,
+        )
+
+
+def probe_cluster() -> Cluster:
+    """This machine as a Cluster, from nvidia-smi, the affinity, the cgroup, /proc and torch's version."""
+    return local_cluster(probe_facts())
+
+
+def probe_facts() -> MachineFacts:
+    return MachineFacts(
+        cpus=min(usable_cpus(), cgroup_cpus(_text("/sys/fs/cgroup/cpu.max")) or usable_cpus()),
+        host_memory_bytes=host_memory_bytes(_text("/proc/meminfo"), _text("/sys/fs/cgroup/memory.max")),
+        cpuinfo=_text("/proc/cpuinfo"),
+        nvidia_smi=_nvidia_smi(),
+        visible_devices=visible_devices(),
+        torch_has_cuda=not (torch_version() or "+cpu").endswith("+cpu"),
+    )
+
+
+def torch_version() -> str | None:
+    """The installed torch, without importing it; None where there is none."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cgroup_cpus(cpu_max: str) -> int | None:
+    """Whole cores of a container's quota, at least one; None where there is no quota."""
+    fields = cpu_max.split()
+    if len(fields) != 2 or not all(field.isdigit() for field in fields):
+        return None
+    return max(1, math.floor(int(fields[0]) / int(fields[1])))
+
+
+def host_memory_bytes(meminfo: str, memory_max: str) -> int:
+    """The machine's memory, or the container's where that is less."""
+    total = next(
+        (int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemTotal:")), 0
+    )
+    limit = int(memory_max) if memory_max.strip().isdigit() else total
+    return min(total, limit) or limit
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _nvidia_smi() -> str:
+    if shutil.which(QUERY[0]) is None:
+        return ""
+    try:
+        return subprocess.run(QUERY, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return ""  # a driver that does not answer: `doctor` says that there is nvidia-smi and no GPU
+
+
+def worker_pids(launcher: int) -> list[int]:
+    """The ranks' processes below a launcher; the launcher itself where it is the only rank."""
+    found = [
+        pid for pid, parent in _parents().items() if parent == launcher and b"LOCAL_RANK=" in _environ(pid)
+    ]
+    return found or [launcher]
+
+
+def tree_pids(root: int) -> list[int]:
+    """A process and all below it, parents first."""
+    parents = _parents()
+    found = [root]
+    for pid in found:
+        found.extend(child for child, parent in parents.items() if parent == pid)
+    return found
+
+
+def _parents() -> dict[int, int]:
+    """The parent of every living process, from /proc."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            # After the name, which may hold spaces: state, parent, ...
+            fields = _text(f"/proc/{entry.name}/stat").rpartition(")")[2].split()
+            if len(fields) > 1 and fields[0] != "Z":
+                found[int(entry.name)] = int(fields[1])
+    return found
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
