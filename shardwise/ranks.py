@@ -63,10 +63,17 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def wire_device() -> torch.device:
+    """Where small values of ours must lie to cross: the CPU, or this rank's GPU in a group that has only NCCL."""
+    if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def barrier() -> None:
     """Collective."""
     if dist.is_initialized():
-        all_reduce_sum(torch.zeros(1))
+        all_reduce_sum(torch.zeros(1, device=wire_device()))
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -80,16 +87,17 @@ def gather_json(value: Any) -> list[Any]:
     """Every rank's JSON value, in rank order, on every rank. Collective."""
     if not dist.is_initialized():
         return [msgspec.json.decode(msgspec.json.encode(value))]
-    raw = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
-    dist.all_gather(sizes, torch.tensor([raw.numel()]))
+    raw, device = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8), wire_device()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world())]
+    dist.all_gather(sizes, torch.tensor([raw.numel()], device=device))
     longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: raw.numel()] = raw
-    pieces = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world())]
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: raw.numel()] = raw.to(device)
+    pieces = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(world())]
     dist.all_gather(pieces, padded)
     return [
-        msgspec.json.decode(piece[: int(size)].numpy().tobytes()) for piece, size in zip(pieces, sizes, strict=True)
+        msgspec.json.decode(piece[: int(size)].cpu().numpy().tobytes())
+        for piece, size in zip(pieces, sizes, strict=True)
     ]
 
 
