@@ -23,7 +23,7 @@ QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Ranks on this machine. `command` is what follows `python`: a script or "-m" and a module, and arguments."""
+    """Ranks on this machine. `command` follows `python`: a script, or "-m" and a module, and arguments."""
 
     ranks: int
     command: tuple[str, ...]

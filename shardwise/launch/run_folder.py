@@ -132,7 +132,7 @@ def open_run(folder: str | Path, recipe: Recipe) -> RunState:
         raise RunFolderError(
             f"The run in {folder} was started with another recipe.",
             why="; ".join(f"{change.key}: {change.before} -> {change.after}" for change in refused),
-            fix="--fork NAME (a new run from its newest checkpoint), --fresh (another run), or undo the change",
+            fix="--fork NAME (a new run from the newest checkpoint), --fresh (start over), or undo the change",
         )
     return RunState(
         folder=folder,
@@ -282,7 +282,14 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 # A forked data worker inherits the open lock, and would keep it if it outlived its parent.
 _HELD: set[int] = set()
-os.register_at_fork(after_in_child=lambda: [os.close(handle) for handle in _HELD])
+
+
+def _let_go_in_child() -> None:
+    for handle in _HELD:
+        os.close(handle)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def require_free(folder: str | Path) -> None:

@@ -1,0 +1,137 @@
+"""The live line: what a person reads while a run goes on. A line that redraws itself on a terminal, else a
+plain line every few seconds."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from shardwise.events.values import (
+    DataPrepared,
+    Evaluated,
+    Event,
+    Failed,
+    Fallback,
+    NonFiniteLoss,
+    Resumed,
+    RunStarted,
+    Saved,
+    SettingsChanged,
+    Step,
+    Stopped,
+)
+from shardwise.units import format_bytes, format_count, format_seconds
+
+# On a terminal the line is redrawn at most this often; elsewhere a line is written.
+REDRAW_SECONDS = 0.1
+PLAIN_SECONDS = 10.0
+
+
+def progress(event: Step) -> str:
+    """`step 120/600  loss 1.832  41.2k tokens/s  MFU 23.1 %  2 min 05 s left`, as far as known."""
+    parts = [f"step {event.step}" if event.steps is None else f"step {event.step}/{event.steps}"]
+    parts.append(f"loss {event.loss:.4g}")
+    if event.tokens_per_second is not None:
+        parts.append(f"{format_count(event.tokens_per_second)} tokens/s")
+    else:
+        parts.append(f"{format_seconds(event.step_seconds)} a step")
+    if event.mfu is not None:
+        parts.append(f"MFU {event.mfu:.1%}")
+    if event.eta_seconds is not None:
+        parts.append(f"{format_seconds(event.eta_seconds)} left")
+    return "  ".join(parts)
+
+
+def sentence(event: Event) -> str | None:
+    """A line that stays, for the events that a person wants to see; None for the others."""
+    if isinstance(event, RunStarted):
+        return f"{event.run}, attempt {event.attempt}: {event.plan} on {event.device}"
+    if isinstance(event, DataPrepared):
+        return _data(event)
+    if isinstance(event, Resumed):
+        return f"resumed after step {event.step} from {event.path}"
+    if isinstance(event, Evaluated):
+        return f"step {event.step}: held-out loss {event.loss:.4f}{_metrics(event.metrics)}"
+    if isinstance(event, Saved):
+        took = format_seconds(event.seconds)
+        return f"step {event.step}: saved {format_bytes(event.bytes)} in {took}, {event.path}"
+    if isinstance(event, NonFiniteLoss):
+        why = f"loss {event.loss}, gradient norm {event.grad_norm}"
+        return f"step {event.step}: {why}: update skipped on all ranks ({event.in_a_row} in a row)"
+    if isinstance(event, Fallback):
+        return f"{event.what} ({event.why})"
+    if isinstance(event, SettingsChanged):
+        return f"changed: {event.key} was {event.before}, is {event.after}"
+    if isinstance(event, Failed):
+        return f"rank {event.rank} failed at step {event.step} ({event.phase})"
+    if isinstance(event, Stopped) and event.reason == "signal":
+        return f"stopped after step {event.step}, saved; the same command goes on"
+    return None
+
+
+def _data(event: DataPrepared) -> str:
+    size = f"{format_count(event.tokens)} tokens" if event.tokens is not None else f"{event.samples} samples"
+    made = "found made" if event.reused else f"made in {format_seconds(event.seconds)}"
+    return f"data: {size} of {event.source}, {made}"
+
+
+def _metrics(metrics: dict[str, float]) -> str:
+    return "".join(f", {name} {value:.4g}" for name, value in metrics.items())
+
+
+class LiveLine:
+    """A sink that shows events on a stream: steps in one redrawn line, the rest above it."""
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = self._stream.isatty() if terminal is None else terminal
+        self._clock = clock
+        self._shown_at: float | None = None
+        self._line = ""
+        self._pending: Step | None = None
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Step):
+            self._pending = event
+            every = REDRAW_SECONDS if self._terminal else PLAIN_SECONDS
+            last = event.step == event.steps
+            if last or self._shown_at is None or self._clock() - self._shown_at >= every:
+                self._show(event)
+            return
+        text = sentence(event)
+        if text is not None:
+            self.above(f"{text}\n")
+
+    def _show(self, event: Step) -> None:
+        self._pending, self._shown_at = None, self._clock()
+        line = progress(event)
+        if self._terminal:
+            self._stream.write(f"\r\x1b[2K{line}")
+            self._line = line
+        else:
+            self._stream.write(f"{line}\n")
+        self._stream.flush()
+
+    def above(self, text: str) -> None:
+        """Write text above the line, which is drawn again below whole lines of it."""
+        if self._line:
+            self._stream.write("\r\x1b[2K")
+        self._stream.write(text)
+        if self._line and text.endswith("\n"):
+            self._stream.write(self._line)
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Show the latest step and leave the line standing. Idempotent."""
+        if self._pending is not None:
+            self._show(self._pending)
+        if self._line:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._line = ""
