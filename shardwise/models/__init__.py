@@ -1,0 +1,1 @@
+"""Models: the reference decoder, initialisation, and what can be learned from looking at any module."""

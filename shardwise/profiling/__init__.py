@@ -1,0 +1,1 @@
+"""How fast a run is, against what the machine could do."""
