@@ -1,0 +1,290 @@
+"""The Checkpointer: save, resume, and stop in an orderly way, in a loop of your own or in the Trainer's."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch import nn
+
+from shardwise import ranks
+from shardwise.checkpoint.manifest import Damaged, Json, Manifest, digest_of, read_manifest
+from shardwise.checkpoint.restore import Staged, apply, check_world, stage
+from shardwise.checkpoint.retention import Committed, delete_folder, folder_name, look, surplus
+from shardwise.checkpoint.saving import Header, Trouble, commit, new_session, trouble_of
+from shardwise.checkpoint.snapshot import Stateful, Subject, by_name, join, pack_state, snapshot
+from shardwise.checkpoint.store import LocalStore, Store
+from shardwise.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, RecipeError
+from shardwise.events import Events, Fallback, Resumed, Saved
+from shardwise.inputs.recipe import CheckpointPolicy
+
+
+class StopRequest(Protocol):
+    """Tells whether this process was asked to stop: `shardwise.resilience.signals.StopSignals`."""
+
+    @property
+    def received(self) -> int | None: ...
+
+
+class SavedCheckpoint(NamedTuple):
+    """A commit. `bytes` over all ranks."""
+
+    path: str
+    step: int
+    bytes: int
+    seconds: float
+
+
+class Skipped(NamedTuple):
+    """A checkpoint that resume passed over, and why."""
+
+    folder: str
+    why: str
+
+
+class Checkpointer:
+    """Keeps weights, optimizer, `state=`, data position and random generators of a run, committed or absent.
+
+    `module` and `optimizer` are single objects or dicts by name; sharded (fully_shard), replicated,
+    wrapped in DDP, compiled or plain. `data` tells its position as JSON; a scheduler, a scaler or an
+    average of the weights goes into `state`, as objects with state_dict and load_state_dict, or directly
+    as tensors and JSON values. `run` is the run's folder: checkpoints lie in `checkpoints/` below it,
+    unless a `store` is given. `lineage` tells runs in one store apart: only checkpoints of the same
+    lineage are resumed from, or ever deleted.
+
+    Saving takes host memory for one tensor at a time beyond what the training holds; resuming for this rank's
+    shards once.
+
+    Example:
+        with StopSignals() as signals:
+            checkpointer = Checkpointer("runs/mine", model, optimizer, signals=signals)
+            for step in range(checkpointer.resume() + 1, 1001):
+                train(step)
+                checkpointer.step(step)
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        module: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        *,
+        data: Stateful | None = None,
+        state: MutableMapping[str, Any] | None = None,
+        policy: CheckpointPolicy | None = None,
+        signals: StopRequest | None = None,
+        events: Events | None = None,
+        store: Store | None = None,
+        lineage: str = "",
+        plan_digest: str = "",
+        decision: Json = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises: RecipeError naming a key of `state` that is neither tensors nor JSON values."""
+        self.state: MutableMapping[str, Any] = {} if state is None else state
+        self.policy = policy or CheckpointPolicy()
+        self.store = store or LocalStore(Path(run) / "checkpoints")
+        self.skipped: tuple[Skipped, ...] = ()
+        self.saved_step: int | None = None
+        self.resumed_from: str | None = None
+        self._subject = Subject(
+            by_name(module, nn.Module),
+            by_name(optimizer, torch.optim.Optimizer),
+            data,
+            self.state,
+            f"rank-{ranks.rank():05d}",
+        )
+        self._signals = signals
+        self._events = events
+        self._lineage, self._plan_digest, self._decision = lineage, plan_digest, decision
+        self._clock = clock
+        self._session, self._saves = "", 0
+        _check_state(self.state)
+
+    def save(self, step: int, why: str = "asked", *, samples: int | None = None) -> SavedCheckpoint:
+        """Commits the state after `step`; then drops what the policy no longer keeps.
+
+        Collective. Raises: CheckpointError, on every rank, naming the first that failed; then nothing was
+        kept of this checkpoint, and everything of those before.
+        """
+        started = self._clock()
+        self._session = self._session or new_session()
+        folder = folder_name(step, self._lineage, self._session, self._saves)
+        self._saves += 1
+        header = Header(step, started, why, self._lineage, self._plan_digest, self._decision, samples)
+        size = commit(self.store, folder, header, lambda: snapshot(self._subject))
+        saved = SavedCheckpoint(self._path(folder), step, size, self._clock() - started)
+        self.saved_step = step
+        self._say(Saved(step=step, path=saved.path, bytes=size, seconds=saved.seconds, why=why))
+        if ranks.is_main():
+            self._retain(folder)
+        return saved
+
+    def step(self, step: int) -> bool:
+        """After each step: saves when the policy says so, or when any rank was asked to stop; True if it
+        saved.
+
+        Collective; with `signals`, one small all-reduce a step. Raises: SystemExit after an agreed
+        signal's save, with 130 for SIGINT and 75 (put me back in the queue) for SIGTERM; CheckpointError.
+        """
+        asked = agreed_signal(self._signals) if self._signals is not None else None
+        if asked is not None:
+            self.save(step, why=signal.Signals(asked).name)
+            raise SystemExit(exit_code(asked))
+        every = self.policy.every_steps
+        if every == 0 or step % every:
+            return False
+        self.save(step, why=f"every {every} steps")
+        return True
+
+    def resume(self, *, strict_world: bool = True) -> int:
+        """Loads the newest checkpoint that is whole, and returns its step; 0 where there is none.
+
+        Every digest is verified, on all ranks, before anything is changed. A damaged checkpoint is said
+        (an event, and `skipped`) and the one before is taken. With `strict_world` another number of ranks
+        is refused; without, tensors are loaded for any world, and ranks that were not there keep their
+        random generators.
+
+        Collective. Raises: CheckpointError where none of several is whole, or where the newest does not
+        fit the model, optimizer or `state`, naming the keys.
+        """
+        candidates, skipped = self._candidates()
+        self.skipped = tuple(skipped)
+        for folder, digest in candidates:
+            staged, trouble = self._stage_on_all(folder, digest, strict_world)
+            if staged is not None:
+                apply(staged, self._subject)
+                return self._resumed(folder, staged.manifest)
+            self.skipped = (*self.skipped, Skipped(folder, trouble))
+        self._say_skipped()
+        if self.skipped:
+            raise CheckpointError(
+                f"None of the {len(self.skipped)} checkpoints in {self.store} is whole.",
+                why="; ".join(f"{item.folder}: {item.why}" for item in self.skipped),
+                fix="restore one from a backup, or begin another run folder",
+            )
+        return 0
+
+    def committed(self) -> list[Committed]:
+        """The committed checkpoints, newest first: their manifests are verified, their files are not."""
+        return look(self.store, self._lineage).committed
+
+    def latest(self) -> str | None:
+        """Where the newest committed checkpoint lies; None where there is none."""
+        return next((self._path(item.folder) for item in self.committed()), None)
+
+    def _candidates(self) -> tuple[list[tuple[str, str]], list[Skipped]]:
+        """Folders newest first, with their manifests' digests: rank 0 looks, and all take its word.
+        Collective.
+        """
+        seen: dict[str, Any] = {}
+        if ranks.is_main():
+            listing = look(self.store, self._lineage)
+            seen["whole"] = [[item.folder, _identity(item.manifest)] for item in listing.committed]
+            seen["broken"] = [[item.folder, item.why] for item in listing.broken]
+        seen = ranks.broadcast_json(seen)
+        return [(folder, digest) for folder, digest in seen["whole"]], [
+            Skipped(*item) for item in seen["broken"]
+        ]
+
+    def _stage_on_all(self, folder: str, digest: str, strict_world: bool) -> tuple[Staged | None, str]:
+        """Staged on every rank, or on none and why. Collective. Raises: CheckpointError where it does not
+        fit.
+        """
+        staged: Staged | None = None
+        answer: dict[str, Any] = {"damaged": "", "trouble": None}
+        try:
+            staged = self._stage(folder, digest, strict_world)
+        except Damaged as error:
+            answer["damaged"] = f"rank {ranks.rank()}: {error.what} {error.why}"
+        except Exception as error:
+            answer["trouble"] = msgspec.to_builtins(trouble_of(error, self.store))
+        answers = ranks.gather_json(answer)
+        for each in answers:
+            if each["trouble"]:
+                trouble = msgspec.convert(each["trouble"], Trouble)
+                raise CheckpointError(trouble.what, why=trouble.why, fix=trouble.fix)
+        damaged = [each["damaged"] for each in answers if each["damaged"]]
+        return (None, damaged[0]) if damaged else (staged, "")
+
+    def _stage(self, folder: str, digest: str, strict_world: bool) -> Staged:
+        try:
+            manifest = read_manifest(self.store, folder)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"Rank {ranks.rank()} does not see {folder} in {self.store}, and rank 0 does.",
+                why="the run folder is not shared by all nodes",
+                fix="put the run on a file system that every node mounts",
+            ) from error
+        if _identity(manifest) != digest:
+            raise Damaged(f"{folder} differs between ranks.", why="rank 0 read another manifest")
+        if strict_world:
+            check_world(manifest, folder, ranks.world())
+        return stage(self.store, folder, manifest, self._subject, snapshot(self._subject))
+
+    def _resumed(self, folder: str, manifest: Manifest) -> int:
+        self._say_skipped()
+        self.resumed_from, self.saved_step = self._path(folder), manifest.step
+        self._say(Resumed(step=manifest.step, path=self.resumed_from))
+        return manifest.step
+
+    def _retain(self, current: str) -> None:
+        """On rank 0, after a commit. What fails here never fails the run."""
+        bad = {item.folder for item in self.skipped}
+        try:
+            listing = look(self.store, self._lineage)
+            old = surplus(listing.committed, keep=self.policy.keep, current=current, bad=bad)
+            for folder in (*listing.torn, *old):
+                delete_folder(self.store, folder)
+        except Exception as error:
+            self._say(
+                Fallback(what="an old checkpoint was not deleted", why=f"{type(error).__name__}: {error}")
+            )
+
+    def _path(self, folder: str) -> str:
+        return f"{self.store}/{folder}"
+
+    def _say_skipped(self) -> None:
+        for item in self.skipped:
+            self._say(Fallback(what=f"the checkpoint {item.folder} was passed over", why=item.why))
+
+    def _say(self, event: Saved | Resumed | Fallback) -> None:
+        """To the events on rank 0; without any, a Fallback goes to stderr, since nobody else would tell."""
+        if not ranks.is_main():
+            return
+        if self._events is not None:
+            self._events.emit(event)
+        elif isinstance(event, Fallback):
+            print(f"shardwise: {event.what}: {event.why}", file=sys.stderr)
+
+
+def agreed_signal(signals: StopRequest) -> int | None:
+    """The signal that any rank received: SIGTERM before SIGINT; None where none did. Collective."""
+    flags = torch.zeros(2, device=ranks.wire_device())
+    if signals.received == signal.SIGINT:
+        flags[0] = 1
+    elif signals.received is not None:
+        flags[1] = 1
+    interrupted, terminated = ranks.all_reduce_sum(flags).tolist()
+    return signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
+
+
+def exit_code(number: int) -> int:
+    """130 for Ctrl-C; 75, put me back in the queue, for the rest."""
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
+
+
+def _identity(manifest: Manifest) -> str:
+    return digest_of(msgspec.json.encode(manifest))
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        try:
+            pack_state(name, value, {})
+        except CheckpointError as error:
+            raise RecipeError(f"{join('state', name)}: {error.what}", why=error.why, fix=error.fix) from None

@@ -1,0 +1,104 @@
+"""Where a torch tensor's local part lies in the logical tensor, and its bytes."""
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwise.checkpoint.layout import Region, Split, part, whole
+from shardwise.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Placed(NamedTuple):
+    """This rank's region of a tensor, and which of the `replicas` with the same region it is."""
+
+    region: Region
+    replicas: int
+    replica: int
+
+
+def placed(name: str, tensor: torch.Tensor, *, rank: int, world: int) -> Placed:
+    """A plain tensor counts as the same on all ranks.
+
+    Raises: CheckpointError for a partial sum, and for a split that is not torch.chunk's.
+    """
+    if not isinstance(tensor, DTensor):
+        return Placed(whole(tensor.shape), world, rank)
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise _unsupported(name, "this rank is outside its device mesh")
+    splits, replicas, replica = [], 1, 0
+    for dim, placement in enumerate(tensor.placements):
+        if type(placement) is Shard:
+            splits.append(Split(placement.dim % tensor.ndim, mesh.size(dim), coordinate[dim]))
+        elif type(placement) is Replicate:
+            replicas, replica = replicas * mesh.size(dim), replica * mesh.size(dim) + coordinate[dim]
+        else:
+            raise _unsupported(name, f"it is placed as {placement}")
+    region = part(tensor.shape, splits)
+    if tuple(local(tensor).shape) != region.shape:
+        raise _unsupported(name, f"its local shape {tuple(local(tensor).shape)} is not {region.shape}")
+    return Placed(region, replicas, replica)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds, sharing its memory, outside autograd."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """Raises: CheckpointError for what has no bytes to save, or a dtype that the file format lacks."""
+    if tensor.is_meta:
+        raise CheckpointError(
+            f"{name!r} is on the meta device.",
+            why="it has a shape and no values yet",
+            fix="initialise the module before it is saved or resumed",
+        )
+    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
+        raise CheckpointError(
+            f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be saved.",
+            why=f"a checkpoint holds dense tensors of {', '.join(_NAMES.values())}",
+            fix="give it as dense tensors of such a dtype",
+        )
+    return _NAMES[tensor.dtype]
+
+
+def to_bytes(tensor: torch.Tensor) -> memoryview:
+    """The values row by row, in host memory; no copy where they already lie so."""
+    flat = local(tensor).to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The inverse of `to_bytes`, on the CPU."""
+    if not data:
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.frombuffer(bytearray(data), dtype=DTYPES[dtype]).reshape(shape)
+
+
+def _unsupported(name: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name!r} cannot be saved or loaded.",
+        why=why,
+        fix="shard it with fully_shard or replicate, each dim of the mesh as Shard or Replicate",
+    )

@@ -1,0 +1,257 @@
+"""Resume: verify and stage everything in host memory; change the training only when all ranks could."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise import ranks
+from shardwise.checkpoint import rng
+from shardwise.checkpoint.layout import Region, inside, overlap
+from shardwise.checkpoint.manifest import Damaged, Json, Manifest, TensorEntry, read_chunk, verify_file
+from shardwise.checkpoint.packing import Reference, references, unpack
+from shardwise.checkpoint.regions import DTYPES, dtype_name, from_bytes, local, placed
+from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, join, parameter_names
+from shardwise.checkpoint.store import Store
+from shardwise.errors import CheckpointError
+
+
+class Staged(NamedTuple):
+    """A verified checkpoint: `values` in host memory go into `targets`, the training's tensors or new
+    ones.
+    """
+
+    manifest: Manifest
+    targets: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
+
+
+def check_world(manifest: Manifest, folder: str, world: int) -> None:
+    """Raises: CheckpointError where another number of ranks wrote it."""
+    if manifest.world != world:
+        raise CheckpointError(
+            f"{folder} was saved by {manifest.world} ranks, and {world} would resume it.",
+            why="a checkpoint is loaded by the same plan that saved it; resharding is not here yet",
+            fix=f"start {manifest.world} ranks, or begin another run folder",
+        )
+
+
+def stage(store: Store, folder: str, manifest: Manifest, subject: Subject, current: Snapshot) -> Staged:
+    """Reads what this rank needs, every byte against its digest, and changes nothing.
+
+    Each file is verified whole by one rank, and each chunk by every rank that uses it. Host memory: this
+    rank's shards once. Raises: Damaged; CheckpointError where it does not fit the training, naming the
+    keys.
+    """
+    _check_parts(manifest, subject)
+    targets = _targets(manifest, subject, current)
+    for index, file in enumerate(manifest.files):
+        if index % ranks.world() == ranks.rank():
+            verify_file(store, folder, file)
+    entries = {entry.name: entry for entry in manifest.tensors}
+    values = {
+        name: _stage_tensor(store, folder, entries, manifest, name, target)
+        for name, target in targets.items()
+    }
+    return Staged(manifest, targets, values)
+
+
+def apply(staged: Staged, subject: Subject) -> None:
+    """Puts the staged state into the training: weights, optimizers, `state=`, data position, and RNG last."""
+    with torch.no_grad():
+        for name, target in staged.targets.items():
+            local(target).copy_(staged.values[name])
+    fetch = staged.targets.__getitem__
+    for name, optimizer in subject.optimizers.items():
+        _apply_optimizer(_state(staged.manifest, join("optimizer", name)), optimizer, subject, fetch)
+    for name in subject.state:
+        _apply_state(name, unpack(_state(staged.manifest, join("state", name)), fetch), subject)
+    if subject.data is not None:
+        subject.data.load_state_dict(unpack(_state(staged.manifest, "data"), fetch))
+    own = staged.manifest.state_of("rng", ranks.rank())
+    if own is not None:
+        rng.restore(unpack(own, fetch))
+
+
+def _state(manifest: Manifest, part: str) -> Json:
+    return manifest.state_of(part, ranks.rank())
+
+
+def _check_parts(manifest: Manifest, subject: Subject) -> None:
+    """Both ways: what is saved and nobody takes, and what is there and was not saved."""
+    asked = {join("optimizer", name) for name in subject.optimizers} | {
+        join("state", name) for name in subject.state
+    }
+    asked |= {"data"} if subject.data is not None else set()
+    saved = manifest.parts() - {"rng"}
+    _refuse_difference(
+        "parts", saved, asked, fix="give the Checkpointer the same optimizer=, data= and state="
+    )
+
+
+def _targets(manifest: Manifest, subject: Subject, current: Snapshot) -> dict[str, torch.Tensor]:
+    """A tensor to fill for each that this rank loads: the training's own where it has one, else a new one."""
+    entries = {entry.name: entry for entry in manifest.tensors}
+    targets = _weight_targets(manifest, entries, current)
+    for name, optimizer in subject.optimizers.items():
+        part = join("optimizer", name)
+        packed = _state(manifest, part)
+        _check_optimizer(part, packed, current.state[part])
+        targets |= _optimizer_targets(packed, optimizer, subject, entries, current)
+    for name, value in subject.state.items():
+        for reference in references(_state(manifest, join("state", name))):
+            known = current.shared.get(reference.name)
+            fresh = isinstance(value, Stateful) or known is None
+            targets[reference.name] = _new(entries, reference, known) if fresh or known is None else known
+    for reference in references(manifest.state_of("rng", ranks.rank())):
+        targets[reference.name] = _new(entries, reference, None)
+    for name, target in targets.items():
+        _check_shape(_entry(entries, manifest, name), name, target)
+    return targets
+
+
+def _weight_targets(
+    manifest: Manifest, entries: Mapping[str, TensorEntry], current: Snapshot
+) -> dict[str, torch.Tensor]:
+    targets = {name: tensor for name, tensor in current.shared.items() if name.startswith("model/")}
+    saved = {name for name in entries if name.startswith("model/")} | set(manifest.aliases)
+    _refuse_difference(
+        "weights", saved, set(targets) | set(current.aliases), fix="build the model that was saved"
+    )
+    return targets
+
+
+def _check_optimizer(part: str, saved: Json, current: Json) -> None:
+    fix = "build the optimizer that was saved, with its groups in the same order"
+    if saved["kind"] != current["kind"]:
+        raise CheckpointError(f"The {part} is a {current['kind']}, and a {saved['kind']} was saved.", fix=fix)
+    if len(saved["groups"]) != len(current["groups"]):
+        raise CheckpointError(
+            f"The {part} has {len(current['groups'])} groups, and {len(saved['groups'])} were saved.", fix=fix
+        )
+    for index, (old, new) in enumerate(zip(saved["groups"], current["groups"], strict=True)):
+        what = f"{part} group {index}"
+        _refuse_difference(f"{what} parameters", set(old["params"]), set(new["params"]), fix=fix)
+        _refuse_difference(f"{what} settings", set(old["settings"]), set(new["settings"]), fix=fix)
+
+
+def _optimizer_targets(
+    packed: Json,
+    optimizer: torch.optim.Optimizer,
+    subject: Subject,
+    entries: Mapping[str, TensorEntry],
+    current: Snapshot,
+) -> dict[str, torch.Tensor]:
+    """An optimizer that made no step yet has no state: it is made like its parameter where the shapes
+    agree.
+    """
+    parameters = _parameters(optimizer, subject)
+    targets = {}
+    for name, state in packed["state"].items():
+        for reference in references(state):
+            known = current.shared.get(reference.name)
+            targets[reference.name] = (
+                known if known is not None else _new(entries, reference, parameters[name].detach())
+            )
+    for reference in references([group["settings"] for group in packed["groups"]]):
+        known = current.shared.get(reference.name)
+        targets[reference.name] = known if known is not None else _new(entries, reference, None)
+    return targets
+
+
+def _new(entries: Mapping[str, TensorEntry], reference: Reference, like: torch.Tensor | None) -> torch.Tensor:
+    """An empty tensor for a saved one: split like `like` where it has that shape, else whole."""
+    entry = entries.get(reference.name)
+    if entry is None:
+        raise Damaged(f"The manifest names {reference.name!r} and does not hold it.")
+    dtype = DTYPES[entry.dtype]
+    if like is not None and tuple(like.shape) == entry.shape:
+        return torch.empty_like(like, dtype=dtype)
+    device = "cpu" if reference.device == "cpu" else like.device if like is not None else ranks.device_kind()
+    return torch.empty(entry.shape, dtype=dtype, device=device)
+
+
+def _check_shape(entry: TensorEntry, name: str, target: torch.Tensor) -> None:
+    shape, dtype = tuple(target.shape), dtype_name(name, target)
+    if (entry.shape, entry.dtype) != (shape, dtype):
+        raise CheckpointError(
+            f"{name!r} is {dtype} {list(shape)}, and {entry.dtype} {list(entry.shape)} was saved.",
+            why="a tensor is loaded into one of the same shape and dtype, never converted or cut",
+            fix="build the model and optimizer that were saved, in the same precision",
+        )
+
+
+def _entry(entries: Mapping[str, TensorEntry], manifest: Manifest, name: str) -> TensorEntry:
+    return entries[name] if name in entries else entries[manifest.aliases[name]]
+
+
+def _stage_tensor(
+    store: Store,
+    folder: str,
+    entries: Mapping[str, TensorEntry],
+    manifest: Manifest,
+    name: str,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    """This rank's region of a tensor, put together from whichever chunks overlap it."""
+    entry = _entry(entries, manifest, name)
+    region = placed(name, target, rank=0, world=1).region
+    value, filled = torch.empty(region.shape, dtype=DTYPES[entry.dtype]), 0
+    for chunk in entry.chunks:
+        held = Region(chunk.offsets, chunk.shape)
+        shared = overlap(region, held)
+        if shared is None:
+            continue
+        data = from_bytes(read_chunk(store, folder, chunk), entry.dtype, chunk.shape)
+        if held == region:
+            return data
+        value[inside(shared, region)] = data[inside(shared, held)]
+        filled += shared.numel
+    if filled != region.numel:
+        raise Damaged(f"{name!r} is not whole: {filled} of {region.numel} values are there.")
+    return value
+
+
+def _parameters(optimizer: torch.optim.Optimizer, subject: Subject) -> dict[str, torch.Tensor]:
+    names = parameter_names(subject.modules)
+    return {names[id(item)]: item for group in optimizer.param_groups for item in group["params"]}
+
+
+def _apply_optimizer(
+    packed: Json, optimizer: torch.optim.Optimizer, subject: Subject, fetch: Callable[[str], torch.Tensor]
+) -> None:
+    parameters = _parameters(optimizer, subject)
+    for saved, group in zip(packed["groups"], optimizer.param_groups, strict=True):
+        group.update(unpack(saved["settings"], fetch))
+    optimizer.state.clear()
+    for name, state in packed["state"].items():
+        optimizer.state[parameters[name]] = unpack(state, fetch)
+
+
+def _apply_state(name: str, value: Any, subject: Subject) -> None:
+    """Through load_state_dict, in place for a list or dict, else by putting the value into `state`."""
+    held = subject.state[name]
+    if isinstance(held, Stateful):
+        held.load_state_dict(value)
+    elif isinstance(held, dict) and isinstance(value, dict):
+        held.clear()
+        held.update(value)
+    elif isinstance(held, list) and isinstance(value, list):
+        held[:] = value
+    else:
+        subject.state[name] = value
+
+
+def _refuse_difference(what: str, saved: set[str], asked: set[str], *, fix: str) -> None:
+    missing, extra = sorted(asked - saved), sorted(saved - asked)
+    if missing or extra:
+        lines = [f"not in the checkpoint: {_some(missing)}"] if missing else []
+        lines += [f"only in the checkpoint: {_some(extra)}"] if extra else []
+        raise CheckpointError(
+            f"The checkpoint does not fit: its {what} differ.", why="; ".join(lines), fix=fix
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown

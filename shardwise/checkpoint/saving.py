@@ -1,0 +1,213 @@
+"""Save: every rank writes its file, the digests are gathered, rank 0 writes the manifest: that is the
+commit.
+"""
+
+import errno
+import platform
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from shardwise import ranks
+from shardwise.checkpoint.files import write_file
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Json,
+    Machine,
+    Manifest,
+    Record,
+    TensorEntry,
+    seal,
+    uncovered,
+)
+from shardwise.checkpoint.retention import delete_folder
+from shardwise.checkpoint.snapshot import Snapshot, contents
+from shardwise.checkpoint.store import Store
+from shardwise.errors import CheckpointError
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_ACCESS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+class Share(Record, frozen=True):
+    """What one rank wrote."""
+
+    file: FileEntry
+    tensors: tuple[TensorEntry, ...]
+    aliases: dict[str, str]
+    state: dict[str, Json]
+
+
+class Trouble(Record, frozen=True):
+    """Why a rank could not do its part."""
+
+    rank: int
+    what: str
+    why: str
+    fix: str
+
+
+class Report(Record, frozen=True):
+    share: Share | None = None
+    trouble: Trouble | None = None
+
+
+class Header(Record, frozen=True):
+    """What rank 0 knows of a checkpoint before its tensors."""
+
+    step: int
+    created: float
+    why: str
+    lineage: str
+    plan_digest: str
+    decision: Json
+    samples: int | None
+
+
+def commit(store: Store, folder: str, header: Header, take: Callable[[], Snapshot]) -> int:
+    """Writes and commits a checkpoint, and returns its bytes over all ranks. Nothing is kept of one that
+    fails.
+
+    Host memory: one tensor at a time beyond what the training holds. Collective: two gathers of JSON.
+    Raises: CheckpointError, the same on every rank, naming the first rank that failed.
+    """
+    report = _attempt(store, lambda: Report(share=write_share(store, folder, take())))
+    reports = [msgspec.convert(raw, Report) for raw in ranks.gather_json(msgspec.to_builtins(report))]
+    end = Report()
+    if ranks.is_main():
+        end = _finish(store, folder, header, reports)
+    end = msgspec.convert(ranks.broadcast_json(msgspec.to_builtins(end)), Report)
+    if end.trouble is not None:
+        raise not_saved(header.step, end.trouble)
+    return sum(report.share.file.bytes for report in reports if report.share)
+
+
+def write_share(store: Store, folder: str, kept: Snapshot) -> Share:
+    """Writes this rank's file."""
+    mine = contents(kept, rank=ranks.rank(), world=ranks.world())
+    written = write_file(store, folder, f"rank-{ranks.rank():05d}.safetensors", mine)
+    return Share(
+        file=written.file,
+        tensors=written.tensors,
+        aliases=kept.aliases,
+        state=kept.state,
+    )
+
+
+def assemble(header: Header, shares: Sequence[Share]) -> Manifest:
+    """The manifest of what all ranks wrote. State that is the same everywhere is kept once."""
+    entries: dict[str, TensorEntry] = {}
+    for entry in (entry for share in shares for entry in share.tensors):
+        known = entries.get(entry.name)
+        if known is not None:
+            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(f"Ranks disagree on {entry.name!r}: {known.shape} and {entry.shape}.")
+            entry = msgspec.structs.replace(known, chunks=known.chunks + entry.chunks)
+        entries[entry.name] = entry
+    alike, by_rank = _divide([share.state for share in shares])
+    return Manifest(
+        **msgspec.structs.asdict(header),
+        world=len(shares),
+        machine=machine(),
+        files=tuple(share.file for share in shares),
+        tensors=tuple(entries[name] for name in sorted(entries)),
+        aliases={name: target for share in shares for name, target in share.aliases.items()},
+        state=alike,
+        state_by_rank=by_rank,
+    )
+
+
+def machine() -> Machine:
+    return Machine(
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+        },
+        torch_threads=torch.get_num_threads(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+    )
+
+
+def new_session() -> str:
+    """A name that no other attempt has, the same on all ranks. Collective."""
+    return str(ranks.broadcast_json(secrets.token_hex(4)))
+
+
+def trouble_of(error: Exception, store: Store) -> Trouble:
+    """An error as a value that crosses ranks, with the fix that its cause suggests."""
+    if isinstance(error, CheckpointError):
+        return Trouble(ranks.rank(), error.what, error.why, error.fix)
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _NO_SPACE:
+        fix = f"free space under {store}, or keep fewer with checkpoint.keep"
+    elif number in _NO_ACCESS:
+        fix = f"let this user write under {store}, or choose another run folder"
+    else:
+        fix = "what was committed before is kept: start again to go on from there"
+    return Trouble(ranks.rank(), f"{type(error).__name__} while it wrote.", str(error), fix)
+
+
+def not_saved(step: int, trouble: Trouble) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint of step {step} was not saved: rank {trouble.rank}: {trouble.what}",
+        why=trouble.why,
+        fix=trouble.fix,
+    )
+
+
+def _attempt(store: Store, act: Callable[[], Report]) -> Report:
+    """A rank that fails must still come to the gather, or the others would wait for it."""
+    try:
+        return act()
+    except Exception as error:
+        return Report(trouble=trouble_of(error, store))
+
+
+def _finish(store: Store, folder: str, header: Header, reports: Sequence[Report]) -> Report:
+    """On rank 0: the manifest, or the removal of what was written."""
+    troubles = [report.trouble for report in reports if report.trouble]
+    end = (
+        Report(trouble=troubles[0])
+        if troubles
+        else _attempt(store, lambda: _write_manifest(store, folder, header, reports))
+    )
+    if end.trouble is not None:
+        # The cause stands in the report; what cannot be removed now is torn, and goes after the next commit.
+        _attempt(store, lambda: _removed(store, folder))
+    return end
+
+
+def _removed(store: Store, folder: str) -> Report:
+    delete_folder(store, folder)
+    return Report()
+
+
+def _write_manifest(store: Store, folder: str, header: Header, reports: Sequence[Report]) -> Report:
+    manifest = assemble(header, [report.share for report in reports if report.share])
+    missing = uncovered(manifest)
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors are not whole, {missing[0]!r} among them.",
+            why="the ranks' shards do not add up to the logical tensor",
+            fix="shard every module over a mesh that all its ranks share",
+        )
+    store.write(f"{folder}/{MANIFEST}", [seal(manifest)])
+    return Report()
+
+
+def _divide(states: Sequence[dict[str, Json]]) -> tuple[dict[str, Json], dict[str, tuple[Json, ...]]]:
+    alike: dict[str, Json] = {}
+    by_rank: dict[str, tuple[Json, ...]] = {}
+    for part in sorted({part for state in states for part in state}):
+        values: tuple[Any, ...] = tuple(state.get(part) for state in states)
+        if len({msgspec.json.encode(value) for value in values}) == 1 and part != "rng":
+            alike[part] = values[0]
+        else:
+            by_rank[part] = values
+    return alike, by_rank
