@@ -217,25 +217,25 @@ def generate(
     vocabulary: int | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`prompt` and `count` sampled tokens after it; temperature 0 takes the likeliest.
+    """`prompt` and `count` sampled tokens after each row; temperature 0 takes the likeliest.
 
     Keeps no cache: each token costs a forward of what came before, at most `max_sequence_length` of it.
     `vocabulary` bounds the ids where a head is padded. Collective where the parameters are sharded.
-    Shapes: [S] -> [S + count].
+    Shapes: int64 [B, S] -> [B, S + count].
     """
     longest = getattr(getattr(model, "arch", None), "max_sequence_length", None)
     tokens, was_training = prompt, model.training
     model.eval()
     try:
         for _ in range(count):
-            window = tokens if longest is None else tokens[-longest:]
-            logits = model(window.unsqueeze(0))[0, -1, :vocabulary].float()  # [1, S, V] -> [V]
+            window = tokens if longest is None else tokens[:, -longest:]
+            logits = model(window)[:, -1, :vocabulary].float()  # [B, S, V] -> [B, V]
             if temperature == 0:
-                following = logits.argmax(keepdim=True)
+                following = logits.argmax(dim=-1, keepdim=True)
             else:
                 weights = torch.softmax(logits / temperature, dim=-1)
                 following = torch.multinomial(weights, 1, generator=generator)
-            tokens = torch.cat((tokens, following.to(tokens.device)))
+            tokens = torch.cat((tokens, following), dim=1)
     finally:
         model.train(was_training)
     return tokens

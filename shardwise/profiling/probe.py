@@ -1,0 +1,92 @@
+"""What this machine can do and what a module asks of it, by trying."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from shardwise.errors import RecipeError
+from shardwise.inputs.hardware import find_gpu
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+
+PROBE_SECONDS = 0.1
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_SIZE = 512  # three fp32 matrices of it take 3 MiB: large enough for full speed, small enough for a cache
+
+
+def peak_flops_per_second(precision: Precision) -> float | None:
+    """The dense peak of this rank's device; None where it is not known.
+
+    A GPU's is the published number of exactly this name. CPU cores have none worth the name: a CPU rank's is the
+    best product of two matrices seen in a tenth of a second, on the threads that this process uses.
+    """
+    if torch.cuda.is_available():
+        return gpu_peak(torch.cuda.get_device_name(), precision)
+    return cpu_peak(_DTYPES[precision])
+
+
+def gpu_peak(name: str, precision: Precision) -> float | None:
+    """The catalogue's dense peak for a device name as the driver gives it; None for an unknown name."""
+    try:
+        return find_gpu(name).value().peak_flops_per_second(precision)
+    except RecipeError:
+        return None
+
+
+def cpu_peak(dtype: torch.dtype, seconds: float = PROBE_SECONDS) -> float:
+    """FLOPs a second of the faster of torch's matrix products (MKL, oneDNN), best of the tries in `seconds`."""
+    a, b = torch.ones(_SIZE, _SIZE, dtype=dtype), torch.ones(_SIZE, _SIZE, dtype=dtype)
+    products: list[Callable[[], Any]] = [lambda: torch.mm(a, b)]
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        packed_a, packed_b = a.to_mkldnn(), b.to_mkldnn()
+        products.append(lambda: F.linear(packed_a, packed_b))
+    with torch.no_grad():
+        return 2 * _SIZE**3 / min(_fastest(product, seconds / len(products)) for product in products)
+
+
+def _fastest(product: Callable[[], Any], seconds: float) -> float:
+    """The shortest of the calls made in `seconds`, after one that warms up."""
+    product()
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while True:
+        started = time.perf_counter()
+        product()
+        ended = time.perf_counter()
+        best = min(best, ended - started)
+        if ended >= deadline:
+            return best
+
+
+def flops_of(call: Callable[[], Any]) -> int:
+    """FLOPs of the matrix products and attention that `call` runs (give it forward and backward).
+
+    Two a multiply-add. Attention counts whole, causal or not, as torch counts it.
+    """
+    with FlopCounterMode(display=False, custom_mapping=_uncounted()) as counter:
+        call()
+    return int(counter.get_total_flops())
+
+
+def _uncounted() -> dict[Any, Any]:
+    """Formulas for the CPU operators that torch's counter does not know; each is called with shapes."""
+    aten = torch.ops.aten
+    formulas: dict[Any, Any] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+        ),
+    }
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        formulas[torch.ops.mkldnn._linear_pointwise] = _linear_flops
+    return formulas
+
+
+def _linear_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    rows = 1
+    for size in x[:-1]:
+        rows *= size
+    return int(2 * rows * weight[0] * weight[1])
