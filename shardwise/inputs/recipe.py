@@ -148,7 +148,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises: RecipeError that names the file, the full key and the nearest known one.
     """
     path = Path(path)
-    recipe = from_keys(_with_overrides(_read_toml(path), overrides), where=str(path))
+    recipe = from_keys(with_overrides(_read_toml(path), overrides), where=str(path))
     return recipe if recipe.run else msgspec.structs.replace(recipe, run=f"runs/{path.stem}")
 
 
@@ -209,7 +209,11 @@ def _read_toml(path: Path) -> dict[str, object]:
         raise RecipeError(f"{path} cannot be read.", why=str(error), fix="correct the file") from None
 
 
-def _with_overrides(keys: dict[str, object], overrides: Sequence[str]) -> dict[str, object]:
+def with_overrides(keys: Mapping[str, object], overrides: Sequence[str]) -> Mapping[str, object]:
+    """Nested keys with each "optimizer.lr=1e-4" placed in its table.
+
+    Raises: RecipeError.
+    """
     for override in overrides:
         name, equals, text = override.partition("=")
         parts = name.strip().split(".")

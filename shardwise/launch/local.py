@@ -119,6 +119,17 @@ def torch_version() -> str | None:
         return None
 
 
+def versions() -> dict[str, str]:
+    """The installed versions of Shardwise and of what it stands on, without importing them."""
+    found = {}
+    for name in ("shardwise", "numpy", "msgspec", "safetensors", "xxhash"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
 def cgroup_cpus(cpu_max: str) -> int | None:
     """Whole cores of a container's quota, at least one; None where there is no quota."""
     fields = cpu_max.split()

@@ -20,6 +20,7 @@ import msgspec
 
 from shardwise.environment import hostname
 from shardwise.errors import RunFolderError
+from shardwise.events.values import Failed, from_line
 from shardwise.inputs.recipe import Change, Recipe, changed
 from shardwise.plan.plan import Plan
 
@@ -71,8 +72,23 @@ def events_path(folder: str | Path, attempt: int) -> Path:
     return Path(folder) / "events" / f"attempt-{attempt:03d}.jsonl"
 
 
-def logs_folder(folder: str | Path, attempt: int) -> Path:
-    return Path(folder) / "logs" / f"attempt-{attempt:03d}"
+def new_logs_folder(parent: str | Path, name: str) -> Path:
+    """A folder for one start's logs that is not there yet: <name>, or <name>.2 and on."""
+    path, number = Path(parent) / name, 1
+    while path.exists():
+        number += 1
+        path = Path(parent) / f"{name}.{number}"
+    return path
+
+
+def failures(folder: str | Path, since: float) -> list[Failed]:
+    """What ranks recorded when they raised, from this time (unix seconds) on."""
+    found = []
+    for path in (Path(folder) / "events").glob("failed-*.json"):
+        failed = from_line(path.read_bytes())
+        if isinstance(failed, Failed) and failed.time >= since:
+            found.append(failed)
+    return found
 
 
 def checkpoints_folder(folder: str | Path) -> Path:
@@ -132,7 +148,7 @@ def open_run(folder: str | Path, recipe: Recipe) -> RunState:
         raise RunFolderError(
             f"The run in {folder} was started with another recipe.",
             why="; ".join(f"{change.key}: {change.before} -> {change.after}" for change in refused),
-            fix="--fork NAME (a new run from the newest checkpoint), --fresh (start over), or undo the change",
+            fix="--fork NAME (a new run from its newest checkpoint), --fresh (start over), or undo it",
         )
     return RunState(
         folder=folder,

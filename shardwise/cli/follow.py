@@ -1,0 +1,98 @@
+"""Start a job and stand by it to its end: what `train` and `run` share."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise.errors import EXIT_INTERRUPTED
+from shardwise.events.live import LiveLine
+from shardwise.events.reader import Tail
+from shardwise.events.values import AnyEvent, Step
+from shardwise.launch import local, run_folder, watch
+from shardwise.launch.outcome import exit_code, first_failure
+from shardwise.report import errors
+
+SHOWN_BYTES = 65536
+
+
+class Followed(NamedTuple):
+    """How a job ended, and what its run told: all events, but of the steps only the first and the last."""
+
+    code: int
+    events: tuple[AnyEvent, ...]
+
+
+class Screen:
+    """Passes a job's output and events on to the terminal."""
+
+    def __init__(self, output: watch.Output, tail: Tail | None, quiet_stdout: bool) -> None:
+        self.output, self.tail, self.live = output, tail, LiveLine()
+        self.stdout = sys.stderr if quiet_stdout else sys.stdout
+        self.events: list[AnyEvent] = []
+        self.shown = ""
+
+    def tick(self) -> None:
+        for stream, text in self.output.new():
+            self.show(text, self.stdout if stream == "stdout" else sys.stderr)
+        for event in self.tail.new() if self.tail is not None else ():
+            self.remember(event)
+            self.live.emit(event)
+
+    def show(self, text: str, stream: object) -> None:
+        self.shown = (self.shown + text)[-SHOWN_BYTES:]
+        if stream is sys.stderr:
+            self.live.above(text)
+        else:
+            self.stdout.write(text)
+            self.stdout.flush()
+
+    def remember(self, event: AnyEvent) -> None:
+        """Of many steps the first and the last are enough."""
+        both = len(self.events) > 1 and all(isinstance(one, Step) for one in (event, *self.events[-2:]))
+        self.events[-1 if both else len(self.events) :] = [event]
+
+
+def follow(job: local.Job, run: Path | None, attempt: int, *, quiet_stdout: bool = False) -> Followed:
+    """Start the job, show its first rank's output and its events, and say which rank failed first.
+
+    `run` is the run's folder where it is known before the ranks start.
+    """
+    logs = Path(job.logs)
+    tail = Tail(run_folder.events_path(run, attempt)) if run is not None else None
+    since = time.time()
+    process = local.start(job)
+    screen = Screen(watch.Output(logs), tail, quiet_stdout)
+    ended = _watched(process, screen.tick)
+    exits = watch.exits(logs, job.ranks, ended, process.pid)
+    records = run_folder.failures(run, since) if run is not None else []
+    failure = None
+    if ended.returned:
+        failure = first_failure(records, exits, watch.rank_logs(logs), ended.interrupted is not None)
+    held = screen.output.held()
+    if failure is None and ended.interrupted is None:
+        screen.show(held, sys.stderr)
+    screen.live.close()
+    if failure is not None and not (failure.rank == 0 and _was_shown(failure.text, screen.shown)):
+        print(errors.failure(failure, job.logs), file=sys.stderr)
+    if ended.killed:
+        return Followed(EXIT_INTERRUPTED, tuple(screen.events))
+    code = exit_code(ended.returned, screen.events, failure, exits, ended.interrupted)
+    return Followed(code, tuple(screen.events))
+
+
+def _watched(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> watch.Ended:
+    """No rank outlives this function, whatever is raised while it looks on."""
+    try:
+        return watch.watch(process, tick)
+    except BaseException:
+        watch.end_tree(process)
+        raise
+
+
+def _was_shown(text: str, shown: str) -> bool:
+    """Whether the first rank has already said this on the screen."""
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return bool(first) and not first.startswith("Traceback") and first in shown

@@ -1,0 +1,115 @@
+"""The `shardwise` command: its verbs and their options."""
+
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.reported import reported
+
+app = typer.Typer(
+    name="shardwise",
+    help="Distributed training for PyTorch that plans itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable.")
+]
+Devices = Annotated[int | None, typer.Option("--devices", min=1, help="Ranks to start, one a device.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import importlib.metadata
+
+        typer.echo(f"shardwise {importlib.metadata.version('shardwise')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _shardwise(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog="Example: shardwise train recipes/quickstart.toml --set optimizer.lr=1e-4 --set train.steps=100"
+)
+def train(
+    recipe: Annotated[str, typer.Argument(help="A TOML recipe.")],
+    overrides: Overrides = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move a run that is there aside; start over.")
+    ] = False,
+    fork: Annotated[
+        str | None, typer.Option("--fork", metavar="NAME", help="A new run from the newest checkpoint.")
+    ] = None,
+    devices: Devices = None,
+    as_json: AsJson = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and the command; start nothing.")
+    ] = False,
+) -> None:
+    """Plan, start the ranks, train a recipe's model, and resume: on this machine."""
+    from shardwise.cli import train as verb
+
+    asked = verb.Asked(recipe, tuple(overrides or ()), fresh, fork, devices, as_json, dry_run)
+    reported(lambda: verb.train(asked), as_json)
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
+    epilog="Example: shardwise run --devices 2 train.py --epochs 3",
+)
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="Your Python script; its own arguments follow it.")],
+    devices: Devices = None,
+    as_json: AsJson = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
+) -> None:
+    """Start a script of your own on the devices of this machine."""
+    from shardwise.cli import run as verb
+
+    asked = verb.Asked(script, tuple(context.args), devices, as_json, dry_run)
+    reported(lambda: verb.run(asked), as_json)
+
+
+@app.command(epilog="Example: shardwise plan recipes/quickstart.toml --cluster 8xH100-SXM5-80GB -o plan.json")
+def plan(
+    target: Annotated[str, typer.Argument(help="A recipe (.toml), a config.json, or a preset's name.")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="local, 8xH100-SXM5-80GB, 4x8xH100, 4xp5.48xlarge.")
+    ] = "local",
+    overrides: Overrides = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Work out how to split the work, by the rule of thumb, and say why. No GPU and no torch needed."""
+    from shardwise.cli import plan as verb
+
+    reported(lambda: verb.plan(verb.Asked(target, cluster, tuple(overrides or ()), output, as_json)), as_json)
+
+
+@app.command(epilog="Example: shardwise doctor --json")
+def doctor(as_json: AsJson = False) -> None:
+    """What is here, what works, and what is missing."""
+    from shardwise.cli import doctor as verb
+
+    reported(lambda: verb.doctor(as_json), as_json)
+
+
+def main() -> None:
+    """The console script. Exit codes: 0 done, 1 failed, 2 bad input, 75 requeue, 130 stopped by Ctrl-C."""
+    app()

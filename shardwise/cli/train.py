@@ -1,0 +1,117 @@
+"""`shardwise train`: load, plan, check, prepare the data, open the run, start the ranks, say how it ended."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise.cli.follow import follow
+from shardwise.data.token_file import prepare_recipe
+from shardwise.events.reader import read
+from shardwise.inputs import recipe as recipes
+from shardwise.inputs.arch import arch_of
+from shardwise.inputs.recipe import DataSpec, Recipe
+from shardwise.launch import local, run_folder
+from shardwise.plan import rule_of_thumb
+from shardwise.plan.check import require
+from shardwise.plan.plan import Plan
+from shardwise.report import plan as plan_report
+from shardwise.report import summary
+
+
+class Asked(NamedTuple):
+    recipe: str
+    overrides: tuple[str, ...]
+    fresh: bool
+    fork: str | None
+    devices: int | None
+    as_json: bool
+    dry_run: bool
+
+
+def train(asked: Asked) -> int:
+    """Train a recipe to its end on this machine, or go on where it stopped; the exit code."""
+    overrides = (
+        asked.overrides if asked.devices is None else (*asked.overrides, f"train.devices={asked.devices}")
+    )
+    recipe = recipes.load(asked.recipe, overrides)
+    made = _plan(recipe)
+    if asked.dry_run:
+        return _dry_run(made, asked.as_json)
+    if asked.fork is not None:
+        recipe = run_folder.fork(recipe.run, asked.fork, recipe)
+        made = _plan(recipe)
+    run_folder.require_free(recipe.run)
+    if not asked.fresh:
+        state = run_folder.open_run(recipe.run, recipe)
+        if state.finished:
+            return _say_finished(state, asked.as_json)
+        for change in state.changes:
+            print(f"changed: {change.key} was {change.before}, is {change.after}", file=sys.stderr)
+    _prepare(recipe.data)
+    if asked.fresh and (aside := run_folder.move_aside(recipe.run)) is not None:
+        print(f"the run that was there is now {aside}", file=sys.stderr)
+    return _run(made, run_folder.open_run(recipe.run, recipe), asked.as_json)
+
+
+def _plan(recipe: Recipe) -> Plan:
+    """The plan for this machine. Raises: PlanInfeasible where it cannot run here."""
+    cluster = local.probe_cluster()
+    made = rule_of_thumb.plan(recipe, arch_of(recipe.model, cluster.kind), cluster)
+    require(made, made.decision.mesh.world)
+    return made
+
+
+def _job(made: Plan, logs: Path) -> local.Job:
+    return local.Job(
+        ranks=made.decision.mesh.world,
+        command=("-m", "shardwise.train.worker", str(logs / "plan.json")),
+        logs=str(logs),
+        cores=made.cluster.node.host_cores or 1,
+        watched=True,
+    )
+
+
+def _dry_run(made: Plan, as_json: bool) -> int:
+    if as_json:
+        print(plan_report.as_json(made))
+        return 0
+    command = local.render(_job(made, Path(made.recipe.run) / "logs" / "attempt-001"))
+    print(plan_report.text(made))
+    print(f"command\n  {shlex.join(command)}")
+    return 0
+
+
+def _prepare(spec: DataSpec) -> None:
+    """Turn the text into tokens, with a bar while there is something to do."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("turning text into tokens"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("tokens", total=None, visible=False)
+        made = prepare_recipe(
+            spec, lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+        )
+    tokens = sum(one.header.tokens for one in made)
+    print(f"data: {tokens:,} tokens of {', '.join(spec.text) or 'a mixture'}", file=sys.stderr)
+
+
+def _run(made: Plan, state: run_folder.RunState, as_json: bool) -> int:
+    logs = run_folder.new_logs_folder(state.folder / "logs", f"attempt-{state.attempt:03d}")
+    run_folder.write_plan(logs, made)
+    followed = follow(_job(made, logs), state.folder, state.attempt, quiet_stdout=as_json)
+    if not as_json and followed.code == 0:
+        print(summary.text(made, followed.events, str(state.folder)))
+    print(summary.last_line(followed.events, str(state.folder), followed.code))
+    return followed.code
+
+
+def _say_finished(state: run_folder.RunState, as_json: bool) -> int:
+    """A finished run has nothing left to do; its last attempt's figures again."""
+    if not as_json:
+        print(f"{state.folder} is finished. Go on with more train.steps, or start over with --fresh.")
+    path = run_folder.events_path(state.folder, state.attempt - 1)
+    print(summary.last_line(read(path) if path.exists() else [], str(state.folder), 0))
+    return 0

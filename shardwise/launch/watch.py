@@ -1,0 +1,201 @@
+"""Stand by while ranks run: pass their output on, forward signals, and see how they end."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from shardwise.launch import local
+from shardwise.launch.outcome import RankExit, RankLog, rank_exits
+
+POLL_SECONDS = 0.05
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A traceback is held back this long: if the job ends meanwhile, the first failing rank's is shown instead.
+HOLD_SECONDS = 20.0
+
+
+class Ended(NamedTuple):
+    """How a job ended: the launcher's code, and the first signal that was forwarded."""
+
+    returned: int
+    interrupted: int | None
+    killed: bool
+
+
+def watch(
+    process: "subprocess.Popen[bytes]",
+    tick: Callable[[], None],
+    *,
+    pause: Callable[[float], None] = time.sleep,
+) -> Ended:
+    """Call `tick` until the job has ended. The first signal goes to the ranks, the second ends everything."""
+    with _received() as signals:
+        forwarded = 0
+        while process.poll() is None:
+            if len(signals) > forwarded:
+                if forwarded:
+                    end_tree(process)
+                    break
+                _forward(process.pid, signals[0])
+                forwarded = 1
+            tick()
+            pause(POLL_SECONDS)
+        process.wait()
+        tick()
+        return Ended(process.returncode, signals[0] if signals else None, len(signals) > 1)
+
+
+@contextlib.contextmanager
+def _received() -> Iterator[list[int]]:
+    """The signals that came, in order, instead of what they would do."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in FORWARDED}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _forward(launcher: int, number: int) -> None:
+    """To the ranks, not to torchrun, which would end them before they have saved. A hang-up is a TERM."""
+    sent = signal.SIGTERM if number == signal.SIGHUP else number
+    for pid in local.worker_pids(launcher):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sent)
+
+
+def end_tree(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the launcher and everything below it at once."""
+    for pid in local.tree_pids(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def rank_folders(logs: Path) -> dict[int, Path]:
+    """Where each rank's stdout.log and stderr.log lie below a job's logs."""
+    return {int(path.name): path for path in logs.glob("*/attempt_0/*") if path.name.isdigit()}
+
+
+def rank_logs(logs: Path) -> dict[int, RankLog]:
+    """What each rank wrote to its standard error; the last 64 KiB."""
+    found = {}
+    for rank, folder in rank_folders(logs).items():
+        path = folder / "stderr.log"
+        if path.exists():
+            text = path.read_bytes()[-65536:].decode(errors="replace")
+            found[rank] = RankLog(text, path.stat().st_mtime)
+    return found
+
+
+def exits(logs: Path, ranks: int, ended: Ended, pid: int) -> tuple[RankExit, ...]:
+    """How the ranks' processes ended, as far as torchrun says."""
+    if ranks == 1:
+        return (RankExit(0, ended.returned, pid),) if ended.returned else ()
+    path = logs / "launcher.log"
+    return rank_exits(path.read_text(errors="replace")) if path.exists() else ()
+
+
+class Output:
+    """The first rank's output as it grows. It never sleeps: the caller decides when to look again."""
+
+    def __init__(self, logs: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logs = logs
+        self._clock = clock
+        self._offsets = {"stdout.log": 0, "stderr.log": 0}
+        self._folder: Path | None = None
+        self._hold = Hold()
+
+    def new(self) -> list[tuple[str, str]]:
+        """("stdout" or "stderr", text) pieces since the last call."""
+        if self._folder is None:
+            self._folder = rank_folders(self._logs).get(0)
+        if self._folder is None:
+            return []
+        pieces = []
+        for name in self._offsets:
+            text = self._read(self._folder / name)
+            if name == "stderr.log":
+                text = self._hold.feed(text, self._clock())
+            if text:
+                pieces.append((name.removesuffix(".log"), text))
+        return pieces
+
+    def held(self) -> str:
+        """The tracebacks that are still held back."""
+        return self._hold.take()
+
+    def _read(self, path: Path) -> str:
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets[path.name])
+                raw = file.read()
+        except FileNotFoundError:
+            return ""
+        # A character that is cut at the end comes whole with the next piece.
+        whole = len(raw) - _cut_bytes(raw)
+        self._offsets[path.name] += whole
+        return raw[:whole].decode(errors="replace")
+
+
+def _cut_bytes(raw: bytes) -> int:
+    """How many bytes at the end begin a UTF-8 character that is not complete."""
+    for back in range(1, min(4, len(raw) + 1)):
+        byte = raw[-back]
+        if byte & 0xC0 == 0xC0:
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return back if length > back else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+_TRACEBACK = re.compile(r"^(?:\[rank\d+\]: )?Traceback \(most recent call last\)")
+_CHAINED = ("The above exception was", "During handling of the above")
+
+
+class Hold:
+    """Lets lines through, but keeps a traceback back until it is old: then it was not the end of the job."""
+
+    def __init__(self) -> None:
+        self._kept = ""
+        self._since = 0.0
+        self._inside = False
+        self._partial = ""
+
+    def feed(self, text: str, now: float) -> str:
+        """The text that may be shown now."""
+        released = ""
+        if self._kept and now - self._since > HOLD_SECONDS:
+            released, self._kept, self._inside = self._kept, "", False
+        lines = (self._partial + text).splitlines(keepends=True)
+        self._partial = ""
+        if lines and not lines[-1].endswith(("\n", "\r")) and (self._inside or _may_begin(lines[-1])):
+            self._partial = lines.pop()
+        for line in lines:
+            if _TRACEBACK.match(line):
+                self._inside = True
+                self._since = self._since if self._kept else now
+            if self._inside:
+                self._kept += line
+            else:
+                released += line
+        return released
+
+    def take(self) -> str:
+        kept, self._kept, self._partial, self._inside = self._kept + self._partial, "", "", False
+        return kept
+
+
+def _may_begin(line: str) -> bool:
+    return "Traceback (most recent call last)".startswith(line[:33]) or line.startswith("[rank")

@@ -1,0 +1,80 @@
+"""What a run ends with: a summary for a person, and one JSON line for a program."""
+
+import json
+import math
+from collections.abc import Sequence
+
+from shardwise.events.values import AnyEvent, Evaluated, Finished, Step
+from shardwise.plan.plan import Plan
+from shardwise.units import format_count, format_seconds
+
+
+def text(plan: Plan, events: Sequence[AnyEvent], run: str) -> str:
+    """The plan in short and why, loss before and after, speed, where the run lies, what the model wrote."""
+    decision = plan.decision
+    ranks = "1 rank" if decision.mesh.world == 1 else f"{decision.mesh.world} ranks"
+    lines = [
+        f"plan       {ranks}, zero {decision.zero}, {decision.precision}, "
+        f"{decision.global_batch} samples a step",
+        *(f"           - {reason}" for reason in plan.why),
+    ]
+    first, last = _losses(events)
+    if first is not None and last is not None:
+        lines.append(f"loss       {first:.4f} -> {last:.4f} (training)")
+    lines += _held_out(events)
+    finished = _finished(events)
+    if finished is not None:
+        lines += _speed(finished)
+    lines.append(f"run        {run}")
+    if finished is not None and finished.sample:
+        lines += ["sample", *(f"  | {line}" for line in finished.sample.splitlines())]
+    return "\n".join(lines)
+
+
+def _held_out(events: Sequence[AnyEvent]) -> list[str]:
+    evaluations = [event for event in events if isinstance(event, Evaluated)]
+    if not evaluations:
+        return []
+    before = f"{evaluations[0].loss:.4f} (step {evaluations[0].step}) -> " if len(evaluations) > 1 else ""
+    return [f"held out   {before}{evaluations[-1].loss:.4f} (step {evaluations[-1].step})"]
+
+
+def _speed(finished: Finished) -> list[str]:
+    speed = f"{format_count(finished.tokens_per_second)} tokens/s, " if finished.tokens_per_second else ""
+    return [f"speed      {speed}{format_seconds(finished.seconds)} for this attempt"]
+
+
+def _losses(events: Sequence[AnyEvent]) -> tuple[float | None, float | None]:
+    steps = [event for event in events if isinstance(event, Step)]
+    return (steps[0].loss, steps[-1].loss) if steps else (None, None)
+
+
+def _finished(events: Sequence[AnyEvent]) -> Finished | None:
+    return next((event for event in reversed(events) if isinstance(event, Finished)), None)
+
+
+def last_line(events: Sequence[AnyEvent], run: str, exit_code: int) -> str:
+    """One JSON object; `valid_loss` in nats a token, null where nothing was held out. Non-finite is null."""
+    finished = _finished(events)
+    evaluations = [event for event in events if isinstance(event, Evaluated)]
+    steps = [event for event in events if isinstance(event, Step)]
+    first, last = _losses(events)
+    line = {
+        "run": run,
+        "exit_code": exit_code,
+        "finished": finished is not None,
+        "step": finished.step if finished else steps[-1].step if steps else None,
+        "first_loss": _number(first),
+        "last_loss": _number(last),
+        "valid_loss": _number(
+            evaluations[-1].loss if evaluations else finished.valid_loss if finished else None
+        ),
+        "tokens_per_second": _number(finished.tokens_per_second if finished else None),
+        "mfu": _number(steps[-1].mfu if steps else None),
+        "checkpoint": finished.checkpoint if finished else None,
+    }
+    return json.dumps(line)
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
