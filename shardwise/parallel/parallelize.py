@@ -71,7 +71,7 @@ def parallelize(
             module.to(device)
     else:
         if initialize is not None:
-            module.to_empty(device=device)
+            empty_on(module, device)
             initialize(module)
         module.to(device)
         if precision.is_mixed(decision.precision):
@@ -87,6 +87,21 @@ def parallelize(
 
     _parallel[module] = Parallel(plan, module, gradients, device)
     return module
+
+
+def empty_on(module: nn.Module, device: torch.device) -> None:
+    """Give a module on meta uninitialised storage; Module.to_empty would make one tensor a name and untie weights."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for owner in module.modules():
+        for slots in (owner._parameters, owner._buffers):
+            for name, tensor in slots.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                slots[name] = made[tensor]  # type: ignore[assignment]
 
 
 def refuse_mixing(module: nn.Module, policy: str) -> None:

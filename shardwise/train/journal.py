@@ -1,7 +1,6 @@
 """What the loop tells: every event of a run, from rank 0, with speed, utilisation and time left worked out."""
 
 import time
-from pathlib import Path
 
 from shardwise import ranks
 from shardwise.environment import watched
@@ -9,6 +8,8 @@ from shardwise.events import values as happened
 from shardwise.events.live import LiveLine
 from shardwise.events.sinks import Events, EventSink
 from shardwise.events.writer import EventWriter
+from shardwise.inputs.recipe import Change
+from shardwise.launch.run_folder import RunState, events_path
 from shardwise.plan.plan import Plan
 from shardwise.profiling.utilization import model_flops_utilization
 from shardwise.train.evaluate import Evaluation
@@ -20,42 +21,36 @@ SPEED_WINDOW_STEPS = 20
 class Journal:
     """Writes events on rank 0; elsewhere every call does nothing."""
 
-    def __init__(self, folder: Path, attempt: int, plan: Plan, total: int, tokens_per_sample: int | None, peak: float | None):
-        self.plan, self.total, self.tokens_per_sample, self.peak = plan, total, tokens_per_sample, peak
-        self.folder = folder
-        self.started = time.perf_counter()
+    def __init__(
+        self, opened: RunState, plan: Plan, total: int, tokens_per_sample: int | None, peak: float | None
+    ) -> None:
+        self.opened, self.plan, self.total = opened, plan, total
+        self.tokens_per_sample, self.peak = tokens_per_sample, peak
+        self.began = time.perf_counter()
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.valid_loss: float | None = None
-        self.checkpoint: str | None = None
         self.samples, self.tokens, self.seconds = 0, 0, 0.0
         self.recent: list[tuple[int, float]] = []
         sinks: list[EventSink] = []
         if ranks.is_main():
-            sinks.append(EventWriter(folder / "events" / f"attempt-{attempt:03d}.jsonl"))
+            sinks.append(EventWriter(events_path(opened.folder, opened.attempt)))
             if not watched():
                 sinks.append(LiveLine())
         self.events = Events(sinks)
 
-    def run_started(self, run: str, attempt: int, pids: list[int], device: str, step: int) -> None:
-        decision = self.plan.decision
+    def started(self, pids: list[int], device: str, step: int, changes: tuple[Change, ...]) -> None:
         self.events.emit(
             happened.RunStarted(
-                run=run, attempt=attempt, world=ranks.world(), pids=tuple(pids), device=device,
-                plan=summary(self.plan), step=step, steps=self.total,
+                run=str(self.opened.folder), attempt=self.opened.attempt, world=ranks.world(), pids=tuple(pids),
+                device=device, plan=summary(self.plan), step=step, steps=self.total,
             )  # fmt: skip
         )
-        del decision
-
-    def resumed(self, step: int, path: str) -> None:
-        self.checkpoint = path
-        self.events.emit(happened.Resumed(step=step, path=path))
+        for change in changes:
+            self.events.emit(happened.SettingsChanged(key=change.key, before=change.before, after=change.after))
 
     def fallback(self, what: str, why: str) -> None:
         self.events.emit(happened.Fallback(what=what, why=why))
-
-    def settings_changed(self, key: str, before: str, after: str) -> None:
-        self.events.emit(happened.SettingsChanged(key=key, before=before, after=after))
 
     def step(self, number: int, loss: float, grad_norm: float, lr: float, metrics: dict[str, float], samples: int,
              position: int, seconds: float) -> None:  # fmt: skip
@@ -93,10 +88,6 @@ class Journal:
             )
         )
 
-    def saved(self, number: int, path: str, size: int, seconds: float, why: str) -> None:
-        self.checkpoint = path
-        self.events.emit(happened.Saved(step=number, path=path, bytes=size, seconds=seconds, why=why))
-
     def non_finite(self, number: int, loss: float, norm: float, in_a_row: int) -> None:
         self.events.emit(happened.NonFiniteLoss(step=number, loss=loss, grad_norm=norm, in_a_row=in_a_row))
 
@@ -108,9 +99,9 @@ class Journal:
         speed = self.tokens / self.seconds if self.tokens and self.seconds else None
         self.events.emit(
             happened.Finished(
-                step=number, samples=self.samples, tokens=self.tokens or None, seconds=time.perf_counter() - self.started,
+                step=number, samples=self.samples, tokens=self.tokens or None, seconds=time.perf_counter() - self.began,
                 first_loss=self.first_loss, last_loss=self.last_loss, valid_loss=self.valid_loss,
-                tokens_per_second=speed, checkpoint=self.checkpoint, sample=sample,
+                tokens_per_second=speed, sample=sample,
             )  # fmt: skip
         )
 

@@ -70,31 +70,23 @@ class batches:  # noqa: N801 (used as a verb: for micros in sw.batches(...))
     """
 
     def __init__(self, data: Any, plan: Plan, *, epochs: int | None = None) -> None:
-        self.data = setup.as_data(data, "data")
-        self.plan, self.epochs, self.position = plan, epochs, 0
-
-    def __iter__(self) -> Iterator[Micros]:
-        decision = self.plan.decision
-        loader = self.data.loader(
-            seed=self.plan.recipe.seed,
+        decision = plan.decision
+        self.loader = setup.as_data(data, "data").loader(
+            seed=plan.recipe.seed,
             global_batch=decision.global_batch,
             micro_batches=decision.accumulation,
             rank=decision.mesh.data_coord(ranks.rank()),
             ranks=decision.mesh.data_parallel,
-            start=self.position,
-            epochs=self.epochs,
+            epochs=epochs,
         )
-        for micros in loader:
-            self.position = micros.next_position
-            yield micros
+
+    def __iter__(self) -> Iterator[Micros]:
+        with self.loader:
+            yield from self.loader
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"position": self.position}
-        if hasattr(self.data, "state_dict"):
-            state["stream"] = self.data.state_dict()
+        state: dict[str, Any] = self.loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = int(state["position"])
-        if "stream" in state:
-            self.data.load_state_dict(state["stream"])
+        self.loader.load_state_dict(state)

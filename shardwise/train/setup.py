@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwise import ranks
+from shardwise.data import mixture
 from shardwise.data.batches import Batches
-from shardwise.data.mixture import Mixture
+from shardwise.data.loader import Ordered
 from shardwise.data.stream import Stream
-from shardwise.data.tokens import TokenData
 from shardwise.errors import DataError, ModelError, RecipeError
 from shardwise.inputs import arch as archs
 from shardwise.inputs import recipe as recipes
@@ -122,7 +122,7 @@ def run_name(run: str | Path | None) -> str:
 
 def as_data(data: Any, key: str) -> Any:
     """Data that the loop can read: ours as it is, a Dataset or DataLoader as Batches. Raises: DataError."""
-    if isinstance(data, Batches | TokenData | Mixture | Stream) or hasattr(data, "loader"):
+    if isinstance(data, Ordered | Stream):
         return data
     if isinstance(data, IterableDataset):
         raise DataError(f"{key} is an IterableDataset.", fix=f"{key}=sw.Stream(factory), factory(shard, shards) -> iterable")
@@ -163,30 +163,9 @@ def recipe_arch(recipe: Recipe, kind: str) -> Arch:
 
 
 def recipe_data(recipe: Recipe) -> tuple[Any, Any]:
-    """(training data, held-out data or None) of a recipe's [data]. Rank 0 makes the token file; the others wait."""
-    spec = recipe.data
-    ranks.on_main(lambda: _prepare(spec))
-    if spec.mixture:
-        weighted = [(_tokens(spec, source.text), source.weight) for source in spec.mixture]
-        valid = [(data.valid, weight) for data, weight in weighted if data.valid is not None]
-        return Mixture([(data.train, weight) for data, weight in weighted]), valid[0][0] if valid else None
-    data = _tokens(spec, spec.text)
-    return data.train, data.valid if spec.valid_fraction > 0 else None
-
-
-def _prepare(spec: recipes.DataSpec) -> None:
-    for text in [source.text for source in spec.mixture] or [spec.text]:
-        _tokens(spec, text)
-
-
-def _tokens(spec: recipes.DataSpec, text: Sequence[str]) -> TokenData:
-    return TokenData(
-        text=list(text),
-        tokenizer=spec.tokenizer,
-        sequence_length=spec.sequence_length,
-        text_key=spec.text_key,
-        valid_fraction=spec.valid_fraction,
-    )
+    """(training data, held-out data or None) of a recipe's [data]. Rank 0 makes the token file first. Collective."""
+    ranks.on_main(lambda: mixture.recipe_data(recipe.data) and None)
+    return mixture.recipe_data(recipe.data)
 
 
 def next_token_loss(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Loss:

@@ -1,5 +1,6 @@
 """The Trainer: one loop, read top to bottom in `run`."""
 
+import contextlib
 import dataclasses
 import math
 import signal
@@ -16,14 +17,14 @@ from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.data.micros import Micros
 from shardwise.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, NonFinite, ShardwiseError, TrainingFailed
 from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe
-from shardwise.launch import run_folder
+from shardwise.launch.run_folder import RunState
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
 from shardwise.parallel.parallelize import parallel_of, parallelize
 from shardwise.plan.plan import Plan
 from shardwise.profiling import probe
 from shardwise.resilience.signals import StopSignals
-from shardwise.train import failure, setup
+from shardwise.train import failure, opening, setup
 from shardwise.train.evaluate import Evaluation, evaluate
 from shardwise.train.failure import WHERE
 from shardwise.train.journal import Journal
@@ -130,7 +131,7 @@ class Trainer:
         self.scaler = LossScaler(self.plan.decision.precision == "fp16")
         clip = recipe.optimizer.clip_norm
         self.clip_norm = None if isinstance(clip, str) else clip
-        self.number, self.position = 0, 0
+        self.number = 0
         self.non_finite_in_a_row = 0
         self.sample: Callable[[], str | None] = lambda: None
         self._stop_reason = ""
@@ -162,26 +163,27 @@ class Trainer:
         """
         recipe = setup.with_end(self.plan.recipe, steps, epochs, tokens)
         total = setup.total_steps(recipe, self.data, self.plan.decision.global_batch)
-        with run_folder.held(recipe.run, fresh=self.fresh) as opened, StopSignals() as signals:
+        with contextlib.ExitStack() as held:
+            opened = opening.open_run(held, recipe, fresh=self.fresh)
+            signals = held.enter_context(StopSignals())
+            if opened.finished:
+                opening.say_finished(opened)
+                return
             yield from self._run(recipe, total, opened, signals)
 
-    def _run(self, recipe: Recipe, total: int, opened: Any, signals: StopSignals) -> Iterator[Step]:
+    def _run(self, recipe: Recipe, total: int, opened: RunState, signals: StopSignals) -> Iterator[Step]:
         self._prepare(recipe, total, opened)
-        if self.number >= total:
-            self.journal.fallback(f"nothing is left to do: the run stands at step {self.number} of {total}", "finished")
-            return
         if self.number == 0 and recipe.train.evaluate_every_steps:
             self.evaluate()
-        loader = self._loader()
         try:
-            for micros in loader:
+            for micros in self.loader:
                 step = self._step(micros, signals)
                 if step is None:
                     break
                 yield step
-                if self._after(step.number, total, signals):
+                if self._after(step.number, total):
                     break
-            self._finish(total, signals)
+            self._finish(total)
         except GeneratorExit:
             # `break` in the caller's loop: what was trained is kept.
             self._save("left the loop")
@@ -194,7 +196,7 @@ class Trainer:
                 raise failure.out_of_memory(error, self.plan.decision) from error
             raise
         finally:
-            loader.close()
+            self.loader.close()
 
     def _step(self, micros: Micros, signals: StopSignals) -> Step | None:
         """One update; None where the ranks agreed to stop before it."""
@@ -215,12 +217,12 @@ class Trainer:
             return None
         norm = math.sqrt(extra[0]) / (divisor(outcome) * self.scaler.scale)
         applied = self._update(outcome, norm, gradients, number)
-        self.number, self.position = number, micros.next_position
+        self.number = number
         WHERE.phase = "loop body"
         lr = float(self.optimizer.param_groups[0]["lr"])
         step = Step(number, outcome.loss, norm, lr, outcome.metrics, outcome.losses, micros.samples, micros.epoch,
                     ranks.is_main(), applied)  # fmt: skip
-        self.journal.step(number, outcome.loss, norm, lr, dict(outcome.metrics), micros.samples, self.position,
+        self.journal.step(number, outcome.loss, norm, lr, dict(outcome.metrics), micros.samples, micros.next_position,
                           time.perf_counter() - started)  # fmt: skip
         return step
 
@@ -254,7 +256,7 @@ class Trainer:
                 fix="go on from the last checkpoint (the same command) with a lower optimizer.lr or longer warm-up",
             )
 
-    def _after(self, number: int, total: int, signals: StopSignals) -> bool:
+    def _after(self, number: int, total: int) -> bool:
         """What is due after the loop's body; True where the loop ends here."""
         every = self.plan.recipe.train.evaluate_every_steps
         if every and number % every == 0 and number < total:
@@ -270,47 +272,42 @@ class Trainer:
             self._save("policy")
         return number >= total
 
-    def _finish(self, total: int, signals: StopSignals) -> None:
+    def _finish(self, total: int) -> None:
         if self.valid is not None:
             self.evaluate()
         done = self.number >= total
         self._save("finished" if done else f"stopped: {self._stop_reason}")
-        self.journal.finished(self.number, self.sample() if done else None)
+        if done:
+            self.journal.finished(self.number, self.sample())
+            opening.record_finished(self.plan.recipe, self.number)
         self.journal.stopped(self.number, "finished" if done else "user", EXIT_DONE)
 
     # ------------------------------------------------------------------ what the loop uses
 
-    def _prepare(self, recipe: Recipe, total: int, opened: run_folder.RunState) -> None:
-        """Open the run: plan, events, the newest checkpoint."""
+    def _prepare(self, recipe: Recipe, total: int, opened: RunState) -> None:
+        """Open the run: plan, events, the newest checkpoint. Collective."""
         WHERE.phase = "resume"
-        self.plan = setup.with_recipe(self.plan, recipe)
-        self.folder = opened.folder
         WHERE.folder, WHERE.attempt = opened.folder, opened.attempt
+        self.plan = setup.with_recipe(self.plan, recipe)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.factor = setup.factor(self.schedule, total)
         self._agreed = (False, False, False)
+        per_sample = getattr(self.data, "tokens_per_sample", None)
+        peak = probe.peak_flops_per_second(self.plan.decision.precision)
+        self.journal = Journal(opened, self.plan, total, per_sample, peak)
+        self.loader = self._loader()
         self.checkpointer = Checkpointer(
             opened.folder,
             self.model,
             self.optimizer,
-            data=DataPosition(self),
+            data=self.loader,
             state={"scaler": self.scaler, **{f"user.{name}": value for name, value in self.state.items()}},
             policy=recipe.checkpoint,
+            events=self.journal.events,
         )
         self.number = self.checkpointer.resume()
         WHERE.step = self.number
-        self._tell_start(recipe, total, opened)
-
-    def _tell_start(self, recipe: Recipe, total: int, opened: run_folder.RunState) -> None:
-        per_sample = getattr(self.data, "tokens_per_sample", None)
-        peak = probe.peak_flops_per_second(self.plan.decision.precision)
-        self.journal = Journal(opened.folder, opened.attempt, self.plan, total, per_sample, peak)
-        pids = ranks.gather_json(ranks.process_id())
-        self.journal.run_started(recipe.run, opened.attempt, pids, str(self.device), self.number)
-        for change in opened.changes:
-            self.journal.settings_changed(change.key, change.before, change.after)
-        if self.number:
-            self.journal.resumed(self.number, self.checkpointer.latest() or "")
+        self.journal.started(ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes)
 
     def _loader(self) -> Any:
         decision = self.plan.decision
@@ -320,14 +317,12 @@ class Trainer:
             micro_batches=decision.accumulation,
             rank=self.parallel.data_coord,
             ranks=decision.mesh.data_parallel,
-            start=self.position,
         )
 
     def _save(self, why: str) -> None:
         WHERE.phase = "save"
-        started = time.perf_counter()
-        saved = self.checkpointer.save(self.number, why)
-        self.journal.saved(self.number, saved.path, saved.bytes, time.perf_counter() - started, why)
+        if self.checkpointer.saved_step != self.number:
+            self.checkpointer.save(self.number, why, samples=self.loader.position)
 
     def evaluate(self, data: Any = None) -> Evaluation:
         """The loss and metrics over all of `data` (default: `valid`), the same on every rank. Collective."""
@@ -341,27 +336,10 @@ class Trainer:
         return result
 
     def save(self) -> str:
-        """Save now; the path of the committed checkpoint. Collective."""
-        return self.checkpointer.save(self.number, "asked")
+        """Save now; the committed checkpoint's folder. Collective."""
+        return self.checkpointer.save(self.number, "asked", samples=self.loader.position)
 
     def stop(self, reason: str) -> None:
         """End the run after this step. One rank is enough: the ranks agree in the next step, which is then dropped."""
         self._stop_reason = reason
 
-
-@dataclasses.dataclass
-class DataPosition:
-    """The place in the global order, for the checkpoint: samples consumed, and a Stream's own state."""
-
-    trainer: Trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"position": self.trainer.position}
-        if hasattr(self.trainer.data, "state_dict"):
-            state["stream"] = self.trainer.data.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.trainer.position = int(state["position"])
-        if "stream" in state:
-            self.trainer.data.load_state_dict(state["stream"])

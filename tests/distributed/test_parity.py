@@ -1,0 +1,111 @@
+"""Promise 2: N ranks are one rank. Every case is held against a loop written by hand with torch alone."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed import work
+from tests.distributed.pool import Pool
+
+STEPS = 4  # 12 + 12 + 6 samples, then a new epoch: a short last batch and a reshuffle are part of it
+EPS32 = float(np.finfo(np.float32).eps)
+CASES = [(1, 0, 1), (1, 0, 3), (2, 0, 1), (2, 3, 2), (3, 0, 2), (3, 3, 1), (4, 0, 1), (4, 3, 1), (4, 3, 2)]
+
+
+@cache
+def reference(tied: bool, precision: str, optimizer: str) -> dict[str, Any]:
+    return work.reference(steps=STEPS, shape={"tied_embeddings": tied}, precision=precision, optimizer=optimizer)
+
+
+def trained(pool: Pool, folder: Path, world: int, **arguments: Any) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    out = folder / "tensors.npz"
+    results = pool.run(world, "tests.distributed.work:train", out=str(out), world=world, steps=STEPS, **arguments)
+    with np.load(out) as saved:
+        return results, dict(saved)
+
+
+def worst(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], prefix: str) -> float:
+    """The largest difference of any tensor, relative to that tensor's norm."""
+    assert {n for n in found if n.startswith(prefix)} == {n for n in expected if n.startswith(prefix)}
+    return max(
+        float(np.linalg.norm(found[name] - expected[name]) / max(np.linalg.norm(expected[name]), 1e-300))
+        for name in expected
+        if name.startswith(prefix)
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("world", "zero", "accumulation"), CASES)
+def test_in_fp64_ranks_give_the_hand_written_loop(
+    pool: Pool, tmp_path: Path, world: int, zero: int, accumulation: int, tied: bool
+) -> None:
+    """Logic tier: nothing but fp64 rounding may differ, and 1e-10 leaves it a factor of 1e5 (hard-parts 4)."""
+    expected = reference(tied, "fp64", "adamw")
+    results, tensors = trained(
+        pool, tmp_path, world, zero=zero, accumulation=accumulation, shape={"tied_embeddings": tied}
+    )
+    for result in results:
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-10)
+        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-10)
+    assert worst(tensors, expected["tensors"], "grad/") < 1e-10
+    assert worst(tensors, expected["tensors"], "param/") < 1e-10
+
+
+@pytest.mark.parametrize(("world", "zero", "accumulation"), CASES)
+def test_in_fp32_ranks_stay_within_the_rounding_bound(
+    pool: Pool, tmp_path: Path, world: int, zero: int, accumulation: int
+) -> None:
+    """Rounding tier. Losses 1e-6 and norms 1e-5 by hard-parts 4; gradients within k * C^depth * eps of each tensor's norm.
+
+    k = 4 and C = 1.03 (arXiv 2506.09280, theorem 5.3), times sqrt(width x batch tokens), the terms of one sum.
+    """
+    expected = reference(False, "fp32", "sgd")
+    results, tensors = trained(
+        pool, tmp_path, world, zero=zero, accumulation=accumulation, precision="fp32", optimizer="sgd"
+    )
+    terms = np.sqrt(32 * 12 * 12)
+    for result in results:
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)
+        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-5)
+    assert worst(tensors, expected["tensors"], "grad/") < 4 * 1.03**4 * terms * EPS32
+    assert worst(tensors, expected["tensors"], "param/") < 1e-5
+
+
+@pytest.mark.parametrize("fault", ["rank-scale", "mean-of-means"])
+def test_a_planted_fault_is_seen(pool: Pool, tmp_path: Path, fault: str) -> None:
+    expected = reference(False, "fp64", "adamw")
+    _, tensors = trained(pool, tmp_path, 3, zero=3, accumulation=1, fault=fault)
+    assert worst(tensors, expected["tensors"], "grad/") > 1e-10
+
+
+@pytest.mark.parametrize(("world", "zero", "accumulation"), [(1, 0, 2), (3, 0, 2), (4, 3, 1)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_run_twice_gives_the_same_bits(
+    pool: Pool, tmp_path: Path, world: int, zero: int, accumulation: int, precision: str
+) -> None:
+    arguments = {"zero": zero, "accumulation": accumulation, "precision": precision}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, first_tensors = trained(pool, tmp_path / "a", world, **arguments)
+    second, second_tensors = trained(pool, tmp_path / "b", world, **arguments)
+    assert first == second
+    assert all(np.array_equal(first_tensors[name], second_tensors[name]) for name in first_tensors)
+
+
+@pytest.mark.parametrize(("world", "zero", "accumulation"), [(2, 0, 1), (3, 3, 1), (4, 0, 2)])
+def test_bf16_means_one_thing_under_every_plan(
+    pool: Pool, tmp_path: Path, world: int, zero: int, accumulation: int
+) -> None:
+    """Each sample's own bf16 forward is the same under every plan; sums over samples in a bf16 backward are not.
+
+    A weight's gradient is a bf16 product over a micro-batch's tokens, rounded once to 8 bits (2^-9 relative), and then
+    added in fp32; rounding errors of the few micro-batches add at random, so twice one rounding bounds a tensor's norm.
+    """
+    (tmp_path / "one").mkdir()
+    one, one_tensors = trained(pool, tmp_path / "one", 1, zero=0, precision="bf16")
+    many, tensors = trained(pool, tmp_path, world, zero=zero, accumulation=accumulation, precision="bf16")
+    np.testing.assert_allclose(many[0]["losses"][0], one[0]["losses"][0], rtol=1e-6)
+    assert worst(tensors, one_tensors, "grad/") < 2 * 2.0**-9

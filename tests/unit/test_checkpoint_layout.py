@@ -1,0 +1,78 @@
+"""Regions: parts tile the tensor as torch cuts it, overlaps are intersections, and writers share the load."""
+
+import math
+from itertools import product
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+
+from shardwise.checkpoint.layout import Region, Split, inside, overlap, part, spread, whole
+
+SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
+
+
+def points(region: Region) -> set[tuple[int, ...]]:
+    spans = [range(begin, begin + size) for begin, size in zip(region.offsets, region.shape, strict=True)]
+    return set(product(*spans))
+
+
+@st.composite
+def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    offsets = tuple(draw(st.integers(0, size)) for size in shape)
+    return Region(
+        offsets, tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True))
+    )
+
+
+@given(st.data(), SHAPES, st.lists(st.integers(1, 4), min_size=1, max_size=2))
+def test_the_parts_of_a_mesh_tile_the_tensor_once(
+    data: st.DataObject, shape: tuple[int, ...], mesh: list[int]
+) -> None:
+    dims = [data.draw(st.integers(0, len(shape) - 1)) for _ in mesh]
+    seen: list[tuple[int, ...]] = []
+    for coordinate in product(*map(range, mesh)):
+        splits = [Split(*each) for each in zip(dims, mesh, coordinate, strict=True)]
+        region = part(shape, splits)
+        assert region.numel == len(points(region))
+        seen += points(region)
+    assert len(seen) == len(set(seen)) == math.prod(shape)
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_a_dim_is_cut_as_torch_cuts_it(size: int, parts: int) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(parts)]
+    chunks += [[]] * (parts - len(chunks))
+    for which, chunk in enumerate(chunks):
+        region = part((size,), [Split(0, parts, which)])
+        assert [point for (point,) in sorted(points(region))] == chunk
+        local, offset = Shard.local_shard_size_and_offset(size, parts, which)
+        assert region.shape == (local,)
+        assert local == 0 or region.offsets == (offset,)
+
+
+@given(st.data(), SHAPES)
+def test_an_overlap_is_the_intersection(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    left, right = data.draw(regions(shape)), data.draw(regions(shape))
+    shared = overlap(left, right)
+    assert (points(shared) if shared else set()) == points(left) & points(right)
+    if shared:
+        tensor = torch.arange(math.prod(shape)).reshape(shape)
+        held = tensor[inside(right, whole(shape))]
+        assert torch.equal(held[inside(shared, right)], tensor[inside(shared, whole(shape))])
+
+
+def test_a_scalar_overlaps_itself() -> None:
+    assert overlap(whole(()), whole(())) == Region((), ())
+    assert whole(()).numel == 1
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 5))
+def test_writers_differ_by_no_more_than_the_largest_item(sizes: list[int], writers: int) -> None:
+    owners = spread(sizes, writers)
+    load = [
+        sum(size for size, owner in zip(sizes, owners, strict=True) if owner == w) for w in range(writers)
+    ]
+    assert len(owners) == len(sizes)
+    assert max(load) - min(load) <= max(sizes, default=0)
