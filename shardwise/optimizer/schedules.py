@@ -83,7 +83,7 @@ def cosine(*, warmup_steps: int = 0, decay_steps: DecaySteps = "auto", final_fac
 
 
 def wsd(*, warmup_steps: int = 0, decay_steps: DecaySteps = "auto", final_factor: float = 0.0) -> Schedule:
-    """Warm up, stay at 1, and fall in a straight line over the last `decay_steps` ("auto": a tenth of the run).
+    """Warm up, stay at 1, fall in a straight line over the last `decay_steps` ("auto": a tenth of the run).
 
     Raises: RecipeError.
     """

@@ -21,8 +21,8 @@ _SIZE = 512  # three fp32 matrices of it take 3 MiB: large enough for full speed
 def peak_flops_per_second(precision: Precision) -> float | None:
     """The dense peak of this rank's device; None where it is not known.
 
-    A GPU's is the published number of exactly this name. CPU cores have none worth the name: a CPU rank's is the
-    best product of two matrices seen in a tenth of a second, on the threads that this process uses.
+    A GPU's is the published number of exactly this name. CPU cores have none worth the name: a CPU rank's is
+    the best product of two matrices seen in a tenth of a second, on the threads that this process uses.
     """
     if torch.cuda.is_available():
         return gpu_peak(torch.cuda.get_device_name(), precision)
@@ -38,7 +38,7 @@ def gpu_peak(name: str, precision: Precision) -> float | None:
 
 
 def cpu_peak(dtype: torch.dtype, seconds: float = PROBE_SECONDS) -> float:
-    """FLOPs a second of the faster of torch's matrix products (MKL, oneDNN), best of the tries in `seconds`."""
+    """FLOPs a second of the faster of torch's matrix products (MKL, oneDNN), the best seen in `seconds`."""
     a, b = torch.ones(_SIZE, _SIZE, dtype=dtype), torch.ones(_SIZE, _SIZE, dtype=dtype)
     products: list[Callable[[], Any]] = [lambda: torch.mm(a, b)]
     if dtype == torch.float32 and torch.backends.mkldnn.is_available():
