@@ -59,7 +59,7 @@ class Pool:
     def __init__(self) -> None:
         self.ranks: list[Rank] = []
 
-    def run(self, world: int, function: str, **arguments: Any) -> list[Any]:
+    def run(self, world: int, function: str, /, **arguments: Any) -> list[Any]:
         while len(self.ranks) < world:
             self.ranks.append(Rank(len(self.ranks)))
         with tempfile.TemporaryDirectory() as folder:

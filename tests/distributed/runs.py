@@ -1,0 +1,220 @@
+"""What the pool's ranks run to test whole runs: a Trainer on a small task, stopped and resumed in every way."""
+
+import hashlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import shardwise as sw
+from shardwise import ranks
+from tests.distributed.work import UnevenTokens, arch, loss, optimizer_of, whole
+
+
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A random transform: resuming must draw what an unbroken run would have drawn."""
+
+    def __init__(self, samples: int = 22) -> None:
+        self.x = torch.randn(samples, 6, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.x[index] + 0.1 * torch.randn(6)
+        return x, x.sum(0, keepdim=True)
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+
+
+def squared(outputs: torch.Tensor, batch: Any) -> sw.Loss:
+    return sw.Loss((outputs - batch[1]).square().sum(), len(batch[1]))
+
+
+def digest(module: nn.Module) -> str:
+    """Of every parameter's bits. Collective."""
+    found = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        found.update(name.encode() + whole(parameter).tobytes())
+    return found.hexdigest()
+
+
+def trainer_of(folder: str, **settings: Any) -> sw.Trainer:
+    return sw.Trainer(
+        **{
+            "model": small_net,
+            "loss": squared,
+            "optimizer": lambda m: optimizer_of("adamw", m),
+            "schedule": sw.cosine(warmup_steps=2),
+            "data": sw.Batches(Noisy(), workers=0),
+            "global_batch": 8,
+            "run": folder,
+            "checkpoint": sw.CheckpointPolicy(every_steps=0),
+            **settings,
+        }
+    )
+
+
+def train(
+    folder: str, *, epochs: int, breaks: list[int] | None = None, zero: int = 0, precision: str = "fp32",
+    signal_at: int = 0, draw: bool = True, accumulation: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Run to the end through every break (leave the loop after that step, make everything anew, go on)."""
+    losses: dict[str, float] = {}
+    drawn: dict[str, float] = {}
+    trainer = None
+    ends = [*(breaks or []), None]
+    for end in ends:
+        micro = -(-8 // (ranks.world() * accumulation))
+        trainer = trainer_of(folder, plan={"zero": zero}, precision=precision, micro_batch=micro)
+        for step in trainer.run(epochs=epochs):
+            losses[str(step.number)] = step.loss
+            if draw:
+                drawn[str(step.number)] = float(torch.rand(()))
+            if signal_at == step.number and ranks.rank() == ranks.world() - 1:
+                signal.raise_signal(signal.SIGTERM)
+            if step.number == end:
+                break
+    assert trainer is not None
+    return {"losses": losses, "drawn": drawn, "digest": digest(trainer.model), "number": trainer.number}
+
+
+def stopped_by_signal(folder: str, number: int, at: int, epochs: int) -> dict[str, Any]:
+    """One rank alone gets the signal; all must leave after the same step, with the right code."""
+    trainer = trainer_of(folder, plan={"zero": 0})
+    seen = []
+    try:
+        for step in trainer.run(epochs=epochs):
+            seen.append(step.number)
+            if step.number == at and ranks.rank() == 0:
+                signal.raise_signal(number)
+    except SystemExit as left:
+        return {"code": left.code, "steps": seen}
+    return {"code": None, "steps": seen}
+
+
+def stopped_by_one_rank(folder: str, at: int) -> dict[str, Any]:
+    trainer = trainer_of(folder)
+    seen = []
+    for step in trainer.run(steps=12):
+        seen.append(step.number)
+        if step.number == at and ranks.rank() == ranks.world() - 1:
+            trainer.stop("enough")
+    return {"steps": seen, "number": trainer.number, "digest": digest(trainer.model)}
+
+
+def non_finite(folder: str, bad: list[int], steps: int) -> dict[str, Any]:
+    """The loss of one rank is NaN at these steps."""
+
+    def poisoned(outputs: torch.Tensor, batch: Any) -> sw.Loss:
+        plain = squared(outputs, batch)
+        poison = trainer.number + 1 in bad and ranks.rank() == ranks.world() - 1
+        return sw.Loss(plain.total * float("nan"), plain.count) if poison else plain
+
+    trainer = trainer_of(folder, loss=poisoned, checkpoint=sw.CheckpointPolicy(every_steps=1))
+    applied, digests = [], []
+    error = ""
+    try:
+        for step in trainer.run(steps=steps):
+            applied.append(step.applied)
+            digests.append(digest(trainer.model))
+    except sw.ShardwiseError as raised:
+        error = f"{type(raised).__name__}: {raised.what}"
+    events = sorted(Path(folder, "events").glob("attempt-*.jsonl"))
+    text = events[-1].read_text() if events else ""
+    return {"applied": applied, "digests": digests, "error": error, "told": text.count("non_finite_loss")}
+
+
+def refused(folder: str, case: str, **settings: Any) -> str:
+    """The error of a Trainer that must not start, or of its first step."""
+    try:
+        trainer = trainer_of(folder, **{**_case(case), **settings})
+        for _ in trainer.run(steps=2):
+            pass
+    except sw.ShardwiseError as error:
+        return f"{type(error).__name__}|{error}"
+    return "nothing was raised"
+
+
+class Garbage(nn.Module):
+    """A parameter on meta that no reset_parameters fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.scale = nn.Parameter(torch.full((6,), 2.0))
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x * self.scale)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.spare = nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x)
+
+
+def _case(name: str) -> dict[str, Any]:
+    return {
+        "scalar loss": {"loss": lambda outputs, batch: (outputs - batch[1]).square().mean()},
+        "no count": {"loss": lambda outputs, batch: sw.Loss((outputs - batch[1]).square().sum(), 0)},
+        "batch norm": {"model": lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))},
+        "uninitialised": {"model": Garbage},
+        "unused": {"model": Unused},
+        "empty data": {"data": sw.Batches(Noisy(), workers=0) if False else []},
+        "foreign optimizer": {"optimizer": lambda m: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
+        "degrees": {"plan": {"dp_replicate": 7, "dp_shard": 1}},
+        "tensor parallel": {"plan": {"tp": 2}},
+        "unknown plan key": {"plan": {"zerro": 3}},
+        "two batch sizes": {"tokens_per_step": 64},
+    }[name]
+
+
+def named_losses(out: str, *, zero: int, accumulation: int) -> dict[str, Any]:
+    """Two losses with counts of their own, weighted: held against one process by the caller."""
+    from shardwise.train.own_loop import batches
+    from tests.distributed.work import plan
+
+    def two(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, sw.Loss]:
+        main = loss(outputs, batch)
+        z = outputs.logsumexp(-1)[:, ::2].square()
+        return {"main": main, "z": sw.Loss(z.sum(), z.numel(), weight=0.1)}
+
+    from shardwise.models.decoder import Decoder, initialize_decoder
+
+    world = ranks.world()
+    made = plan(world, zero=zero, global_batch=12, accumulation=accumulation)
+    with torch.device("meta"):
+        module: nn.Module = Decoder(arch()).to(torch.float64)
+    module = sw.parallelize(module, made, initialize=lambda m: initialize_decoder(m, 0))
+    micros = next(iter(batches(sw.Batches(UnevenTokens(30), workers=0), made)))
+    outcome = sw.forward_backward(module, micros, two)
+    gradients = {name: whole(p.grad).tolist() for name, p in module.named_parameters() if "norm" in name}
+    return {"loss": outcome.loss, "losses": dict(outcome.losses), "gradients": gradients}
+
+
+def evaluated(folder: str, *, zero: int) -> dict[str, Any]:
+    """Evaluation after a step, and that it leaves the training as it was."""
+    trainer = trainer_of(folder, model=lambda: nn.Linear(6, 1), plan={"zero": zero}, valid=sw.Batches(Fixed(), workers=0))
+    results = []
+    for step in trainer.run(steps=3):
+        results.append([step.loss, trainer.evaluate().loss, trainer.model.training])
+    return {"results": results, "digest": digest(trainer.model)}
+
+
+class Fixed(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.full((6,), float(index))
+        return x, x.sum(0, keepdim=True)

@@ -1,0 +1,127 @@
+"""Whole runs: resumed to the bit, stopped together, skipped together, refused together."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.pool import Pool
+
+RUNS = "tests.distributed.runs"
+# 22 samples in batches of 8: steps 3, 6, ... are the last of an epoch.
+EPOCHS = 3
+
+
+@pytest.mark.parametrize(
+    ("world", "zero", "breaks"),
+    [
+        pytest.param(1, 0, [1], id="one process, first step of an epoch"),
+        pytest.param(2, 0, [2], id="2 ranks, middle of an epoch"),
+        pytest.param(3, 0, [3], id="3 ranks, last step of an epoch"),
+        pytest.param(3, 3, [4, 5], id="3 ranks sharded, twice in one epoch"),
+        pytest.param(4, 0, [1, 4, 8], id="4 ranks, three times"),
+    ],
+)
+def test_a_resumed_run_gives_the_bits_of_one_that_was_never_stopped(
+    pool: Pool, tmp_path: Path, world: int, zero: int, breaks: list[int]
+) -> None:
+    """With dropout, a random transform and draws of the loop's own: all of it must go on where it was."""
+    arguments = {"epochs": EPOCHS, "zero": zero, "accumulation": 2 if world < 3 else 1}
+    unbroken = pool.run(world, f"{RUNS}:train", folder=str(tmp_path / "a"), **arguments)
+    broken = pool.run(world, f"{RUNS}:train", folder=str(tmp_path / "b"), breaks=breaks, **arguments)
+    assert broken == unbroken
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_resumes_to_the_bit_too(pool: Pool, tmp_path: Path, precision: str) -> None:
+    arguments = {"epochs": EPOCHS, "precision": precision}
+    unbroken = pool.run(2, f"{RUNS}:train", folder=str(tmp_path / "a"), **arguments)
+    broken = pool.run(2, f"{RUNS}:train", folder=str(tmp_path / "b"), breaks=[2], **arguments)
+    assert broken == unbroken
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_to_one_rank_saves_and_ends_all_at_the_same_step(
+    pool: Pool, tmp_path: Path, number: int, code: int
+) -> None:
+    arguments = {"folder": str(tmp_path / "run"), "epochs": EPOCHS}
+    results = pool.run(3, f"{RUNS}:stopped_by_signal", number=int(number), at=2, **arguments)
+    assert [result["code"] for result in results] == [code] * 3
+    assert {tuple(result["steps"]) for result in results} == {(1, 2, 3)}
+    resumed = pool.run(3, f"{RUNS}:train", folder=str(tmp_path / "run"), epochs=EPOCHS, draw=False)
+    unbroken = pool.run(3, f"{RUNS}:train", folder=str(tmp_path / "other"), epochs=EPOCHS, draw=False)
+    assert resumed[0]["digest"] == unbroken[0]["digest"]
+    assert min(map(int, resumed[0]["losses"])) == 4
+
+
+def test_stop_on_one_rank_ends_all_after_that_step(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(3, f"{RUNS}:stopped_by_one_rank", folder=str(tmp_path / "run"), at=5)
+    assert {tuple(result["steps"]) for result in results} == {(1, 2, 3, 4, 5)}
+    assert len({result["digest"] for result in results}) == 1
+
+
+def test_a_non_finite_loss_of_one_rank_is_skipped_on_all(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(3, f"{RUNS}:non_finite", folder=str(tmp_path / "run"), bad=[2, 3, 5], steps=6)
+    for result in results:
+        assert result["applied"] == [True, False, False, True, False, True]
+        assert result["digests"][1] == result["digests"][2] == result["digests"][0] != result["digests"][3]
+    assert len({tuple(result["digests"]) for result in results}) == 1
+    assert results[0]["told"] == 3
+
+
+def test_three_non_finite_losses_in_a_row_stop_the_run_with_its_checkpoint_kept(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(2, f"{RUNS}:non_finite", folder=str(tmp_path / "run"), bad=[3, 4, 5], steps=9)
+    for result in results:
+        assert result["error"].startswith("NonFinite: The loss or the gradient was not finite 3 steps in a row, to step 5")
+    assert list((tmp_path / "run" / "checkpoints").glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("scalar loss", ["LossError", "bare scalar", "mean_per_sample"]),
+        ("no count", ["LossError", "counts 0 items"]),
+        ("batch norm", ["ModelError", "BatchNorm", "sync_batchnorm"]),
+        ("uninitialised", ["ModelError", "scale"]),
+        ("unused", ["ModelError", "spare.bias", "unused_parameters"]),
+        ("empty data", ["DataError", "empty"]),
+        ("foreign optimizer", ["ModelError", "parameters that the model has not"]),
+        ("degrees", ["PlanInfeasible", "7"]),
+        ("tensor parallel", ["PlanInfeasible", "tp"]),
+        ("unknown plan key", ["RecipeError", "zerro", "zero"]),
+        ("two batch sizes", ["RecipeError", "exactly one"]),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank_with_its_fix(
+    pool: Pool, tmp_path: Path, case: str, expected: list[str]
+) -> None:
+    for message in pool.run(2, f"{RUNS}:refused", folder=str(tmp_path / "run"), case=case):
+        for part in expected:
+            assert part in message
+        assert "fix:" in message or case == "no count"
+
+
+@pytest.mark.parametrize(("world", "zero", "accumulation"), [(1, 0, 3), (3, 0, 1), (3, 0, 2), (2, 3, 2)])
+def test_named_losses_are_averaged_each_by_its_own_count(
+    pool: Pool, tmp_path: Path, world: int, zero: int, accumulation: int
+) -> None:
+    """fp64: only rounding may differ (see test_parity)."""
+    one = pool.run(1, f"{RUNS}:named_losses", out="", zero=0, accumulation=1)[0]
+    many = pool.run(world, f"{RUNS}:named_losses", out="", zero=zero, accumulation=accumulation)
+    for result in many:
+        np.testing.assert_allclose(result["loss"], one["loss"], rtol=1e-10)
+        for name, gradient in one["gradients"].items():
+            np.testing.assert_allclose(result["gradients"][name], gradient, rtol=1e-8, atol=1e-12)
+
+
+def test_evaluation_is_one_value_everywhere_and_leaves_the_training_alone(pool: Pool, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    for world, zero in ((1, 0), (3, 0), (4, 3)):
+        results = pool.run(world, f"{RUNS}:evaluated", folder=str(tmp_path / f"{world}-{zero}"), zero=zero)
+        assert all(result == results[0] for result in results)
+        seen.append([row[:2] for row in results[0]["results"]])
+    # fp32 rounding of sums of at most 22 terms
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)
+    np.testing.assert_allclose(seen[2], seen[0], rtol=1e-5)

@@ -1,0 +1,124 @@
+"""Arch: parameters and FLOPs from the shape alone."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shardwise.errors import RecipeError
+from shardwise.inputs.arch import PRESETS, Arch, arch_of, from_config_json, preset, shape_problem
+from shardwise.inputs.recipe import ModelSpec, PresetByDevice
+
+LLAMA_7B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+}
+LLAMA_3_70B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+
+
+def test_published_models_have_their_published_number_of_parameters() -> None:
+    assert from_config_json(LLAMA_7B).parameters() == 6_738_415_616
+    assert from_config_json(LLAMA_3_70B).parameters() == 70_553_706_496
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_preset_can_be_built_and_comes_back_from_json(name: str) -> None:
+    arch = preset(name)
+    assert arch.name == name
+    assert shape_problem(arch) == ""
+    assert msgspec.json.decode(msgspec.json.encode(arch), type=Arch) == arch
+
+
+def test_presets_have_the_size_that_the_quickstart_promises() -> None:
+    assert 1e6 <= preset("decoder-2m").parameters() <= 2e6
+    assert 5e6 <= preset("decoder-8m").parameters() <= 10e6
+
+
+def test_presets_hold_byte_tokens_in_aligned_rows() -> None:
+    for arch in PRESETS.values():
+        assert arch.vocab_size >= 257
+        assert arch.vocab_size % 8 == 0
+
+
+def test_an_unknown_preset_shows_the_nearest() -> None:
+    with pytest.raises(RecipeError, match="decoder-2M") as raised:
+        preset("decoder-2M")
+    assert raised.value.fix == 'model.preset = "decoder-2m"'
+
+
+def test_tying_saves_one_embedding_and_no_flops() -> None:
+    arch = preset("decoder-8m")
+    tied = msgspec.structs.replace(arch, tied_embeddings=True)
+    assert arch.parameters() - tied.parameters() == arch.vocab_size * arch.hidden_size
+    assert arch.flops_per_token(256) == tied.flops_per_token(256)
+
+
+def test_flops_grow_linearly_with_the_sequence_from_six_a_matmul_parameter() -> None:
+    arch = preset("decoder-2m")
+    at_zero, at_one, at_two = (arch.flops_per_token(length) for length in (0, 1, 2))
+    assert at_zero == 6 * arch.matmul_parameters()
+    assert at_two - at_one == at_one - at_zero == 6 * arch.num_layers * arch.num_heads * arch.head_dim
+
+
+def test_the_parameters_are_those_of_matmuls_lookup_and_norms() -> None:
+    arch = preset("decoder-8m")
+    norms = (2 * arch.num_layers + 1) * arch.hidden_size
+    assert arch.parameters() == arch.matmul_parameters() + arch.vocab_size * arch.hidden_size + norms
+
+
+def test_a_config_file_or_its_folder_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_7B))
+    assert from_config_json(path) == from_config_json(tmp_path)
+    assert from_config_json(path).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mixtral"}, "mixtral"),
+        ({"attention_bias": True}, "llama"),
+        ({"hidden_size": None}, "not valid"),
+        ({"num_attention_heads": 3, "head_dim": 128, "num_key_value_heads": 2}, "cannot be built"),
+    ],
+)
+def test_a_config_of_another_shape_is_refused_with_a_fix(change: dict[str, object], said: str) -> None:
+    with pytest.raises(RecipeError, match=said) as raised:
+        from_config_json({**LLAMA_7B, **change})
+    assert raised.value.fix
+
+
+def test_a_missing_key_or_file_is_named(tmp_path: Path) -> None:
+    without = {key: value for key, value in LLAMA_7B.items() if key != "vocab_size"}
+    with pytest.raises(RecipeError, match="vocab_size"):
+        from_config_json(without)
+    with pytest.raises(RecipeError, match="does not exist"):
+        from_config_json(tmp_path / "config.json")
+
+
+def test_the_device_chooses_between_two_presets() -> None:
+    spec = ModelSpec(preset=PresetByDevice(cpu="decoder-2m", gpu="decoder-8m"))
+    assert arch_of(spec, "cpu") == preset("decoder-2m")
+    assert arch_of(spec, "gpu") == preset("decoder-8m")
+    assert arch_of(ModelSpec(factory="my.module:build"), "cpu") is None
+
+
+def test_a_model_that_would_have_to_be_downloaded_is_refused() -> None:
+    with pytest.raises(RecipeError, match="is not a folder"):
+        arch_of(ModelSpec(hf="Qwen/Qwen3-0.6B"), "gpu")
