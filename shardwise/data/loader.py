@@ -269,14 +269,15 @@ def _from_workers(reader: _Reader, planned: Iterator[Cell]) -> Generator[Any, No
 
 
 def _watched(batches: Iterator[Any]) -> Iterator[Any]:
+    """What workers hand over. A dataset's own errors come as values: what raises here is the way to them."""
     try:
         yield from batches
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, OSError, EOFError) as error:
+        if isinstance(error, RuntimeError) and "worker" not in str(error):
             raise
         raise TrainingFailed(
-            "A data worker ended unexpectedly.",
-            why=str(error),
+            "A data worker was lost.",
+            why=str(error) or type(error).__name__,
             fix="workers = 0 shows an error of the dataset itself; a killed worker is often short of memory",
         ) from error
 
@@ -301,7 +302,7 @@ class _Begin:
 def seed_generators(seed: int) -> None:
     """Seed Python's, numpy's and torch's global CPU generators (not CUDA's: a dataset works on the CPU)."""
     random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])  # without the 1 it would repeat Python's own numbers
     torch.default_generator.manual_seed(seed & (2**63 - 1))
 
 

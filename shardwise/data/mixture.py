@@ -71,8 +71,9 @@ def draws(positions: Ints, shares: tuple[int, ...], seed: int) -> tuple[Ints, In
 class _Joined(Dataset[Any]):
     """The sources one after the other."""
 
-    def __init__(self, sources: Sequence[Any]) -> None:
+    def __init__(self, sources: Sequence[Any], *, deterministic: bool) -> None:
         self.sources = sources
+        self.deterministic = deterministic
         self.starts: NDArray[np.int64] = np.cumsum([0, *(len(source) for source in sources)])
 
     def __len__(self) -> int:
@@ -109,12 +110,10 @@ class Mixture(Batches):
     ) -> None:
         self.shares = quotas([weight for _, weight in sources])
         self.sources = [source for source, _ in sources]
-        for source in self.sources:
-            _check_source(source)
-        joined = _Joined(self.sources)
+        draws_nothing = [_draws_nothing(source) for source in self.sources]
+        joined = _Joined(self.sources, deterministic=all(draws_nothing))
         text = all(isinstance(source, TokenData) for source in self.sources)
         self.all_text = text and collate is None
-        joined.deterministic = all(getattr(source, "deterministic", False) for source in self.sources)  # type: ignore[attr-defined]
         super().__init__(
             joined,
             collate=collate,
@@ -170,14 +169,15 @@ def _as_it_is(sample: Any) -> Any:
     return sample
 
 
-def _check_source(source: Any) -> None:
+def _draws_nothing(source: Any) -> bool:
+    """Whether reading the source takes no random numbers. Raises: DataError where it cannot be a source."""
     if isinstance(source, Ordered) and not isinstance(source, TokenData):
         raise DataError(
             f"A {type(source).__name__} cannot be a source of a mixture.",
             why="a mixture makes its own batches",
             fix="Mixture([(dataset, weight), ...], collate=...), with the dataset itself",
         )
-    Batches(source, workers=0)  # refuses what is empty or an iterable
+    return Batches(source, workers=0).deterministic  # refuses what is empty or an iterable
 
 
 def _one_shape(sources: Sequence[TokenData]) -> tuple[int, int]:

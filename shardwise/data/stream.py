@@ -17,6 +17,7 @@ from shardwise.errors import DataError
 
 Factory = Callable[[int, int], Iterable[Any]]
 Agree = Callable[[torch.Tensor], torch.Tensor]
+Gather = Callable[[Any], list[Any]]
 
 
 class Stream:
@@ -66,6 +67,7 @@ class Stream:
         shuffle: bool | None = None,
         last: str | None = None,
         agree: Agree = ranks_of_this_run.all_reduce_sum,
+        gather: Gather = ranks_of_this_run.gather_json,
     ) -> "StreamLoader":
         """This rank's micro-batches of every step. `start` only counts: the place in the data comes by
         load_state_dict.
@@ -79,7 +81,7 @@ class Stream:
                 why="each rank reads its own stream",
                 fix=f"global_batch = {ranks} or more",
             )
-        return StreamLoader(self, global_batch, micro_batches, (rank, ranks), start, epochs, agree)
+        return StreamLoader(self, global_batch, micro_batches, (rank, ranks), start, epochs, agree, gather)
 
 
 class _Shard:
@@ -168,6 +170,7 @@ class StreamLoader(Iterator[Micros]):
         start: int,
         epochs: int | None,
         agree: Agree,
+        gather: Gather,
     ) -> None:
         self.stream = stream
         self.position = start
@@ -178,6 +181,7 @@ class StreamLoader(Iterator[Micros]):
             global_batch * (self.shard + 1) // self.shards - global_batch * self.shard // self.shards
         )
         self._agree = agree
+        self._gather = gather
         self._epoch = 0
         self._resumed = False  # inside an epoch: its first samples are behind us
         self._state: dict[str, Any] = {"ended": False, "iterable": None}
@@ -200,16 +204,21 @@ class StreamLoader(Iterator[Micros]):
         return next(self._steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own place after the last step yielded; every rank keeps its own."""
-        return {
-            "position": self.position,
-            "epoch": self._epoch,
-            "shard": self.shard,
-            "shards": self.shards,
-        } | {
-            "inside": self._resumed,
-            **self._state,
-        }
+        """The place of every rank after the last step yielded: JSON, the same on every rank. Collective.
+
+        Raises: DataError where an iterable's state holds something else.
+        """
+        try:
+            places = self._gather([self.shard, self._state])
+        except TypeError as error:
+            raise DataError(
+                f"The state of the Stream's iterable cannot be kept: {error}.",
+                why="a position in the data is kept as JSON",
+                fix="state_dict returns numbers, text, lists and dicts only",
+            ) from error
+        by_shard = dict(places)
+        states = [by_shard[shard] for shard in range(self.shards)]
+        return {"position": self.position, "epoch": self._epoch, "inside": self._resumed, "states": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. Only before the first step. Raises: DataError where that cannot be exact."""
@@ -217,18 +226,17 @@ class StreamLoader(Iterator[Micros]):
             raise DataError(
                 "A loader that has begun cannot be moved.", fix="call load_state_dict before the first step"
             )
-        self.position, self._epoch = int(state["position"]), int(state["epoch"])
-        self._open = None
+        self.position, self._epoch, self._open = int(state["position"]), int(state["epoch"]), None
         if not state["inside"]:
             return
-        same = (state["shard"], state["shards"]) == (self.shard, self.shards)
-        if same and state["iterable"] is not None and self._shard().resumable:
-            self._shard().load(state["iterable"])
-            self._shard().ended = bool(state["ended"])
-            self._state = {"ended": state["ended"], "iterable": state["iterable"]}
-            self._resumed = True
+        states = state["states"]
+        whole = len(states) == self.shards and all(own["iterable"] is not None for own in states)
+        if whole and self._shard().resumable:
+            self._state, self._resumed = states[self.shard], True
+            self._shard().load(self._state["iterable"])
+            self._shard().ended = self._state["ended"]
         elif self.stream.on_resume == "exact":
-            raise _not_exact(state, self.shards)
+            raise _not_exact(len(states), self.shards)
 
     def _shard(self) -> _Shard:
         if self._open is None:
@@ -310,9 +318,9 @@ def _check_nonempty(counts: list[int]) -> None:
         )
 
 
-def _not_exact(state: dict[str, Any], shards: int) -> DataError:
-    if state["shards"] != shards:
-        why = f"stopped on {state['shards']} ranks, it is to go on with {shards}; its shards are its own"
+def _not_exact(then: int, now: int) -> DataError:
+    if then != now:
+        why = f"stopped on {then} ranks, it is to go on with {now}; its shards are its own"
     else:
         why = "its iterable has no state_dict and load_state_dict"
     return DataError(

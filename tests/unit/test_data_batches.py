@@ -210,7 +210,7 @@ def test_dropping_a_loader_ends_its_workers() -> None:
 def test_a_killed_worker_is_an_error_and_leaves_no_other() -> None:
     loader = Batches(Pids(10**6), workers=2).loader(seed=0, global_batch=1, micro_batches=1)
     os.kill(int(next(loader).batches[0].batch), signal.SIGKILL)
-    with pytest.raises(TrainingFailed, match="data worker ended unexpectedly"):
+    with pytest.raises(TrainingFailed, match="data worker was lost"):
         for _ in loader:
             pass
     assert multiprocessing.active_children() == []

@@ -1,5 +1,6 @@
 """Stream: an iterable on each rank that resumes exactly and ends together."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,14 +73,31 @@ def sums(ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return agree
 
 
-def together(ranks: int, run: Callable[[int, Callable[[torch.Tensor], torch.Tensor]], Any]) -> list[Any]:
-    """`run(rank, agree)` on threads, their results or errors by rank."""
-    agree = sums(ranks)
+def gathers(ranks: int) -> Callable[[Any], list[Any]]:
+    """Each thread's JSON value on every thread."""
+    barrier = threading.Barrier(ranks, timeout=20)
+    values: list[Any] = []
+
+    def gather(value: Any) -> list[Any]:
+        values.append(json.dumps(value))
+        barrier.wait()
+        everyones = [json.loads(text) for text in values]
+        if barrier.wait() == 0:
+            values.clear()
+        barrier.wait()
+        return everyones
+
+    return gather
+
+
+def together(ranks: int, run: Callable[[int, dict[str, Any]], Any]) -> list[Any]:
+    """`run(rank, what a loader needs)` on threads, their results or errors by rank."""
+    group = {"agree": sums(ranks), "gather": gathers(ranks), "ranks": ranks}
     results: list[Any] = [None] * ranks
 
     def one(rank: int) -> None:
         try:
-            results[rank] = run(rank, agree)
+            results[rank] = run(rank, {**group, "rank": rank})
         except DataError as error:
             results[rank] = error
 
@@ -146,23 +164,19 @@ def test_another_number_of_ranks_is_refused_or_begun_again() -> None:
     assert "stopped on 1 ranks" in caught.value.why
     again = restart.loader(global_batch=2, micro_batches=1, rank=0, ranks=2)
     again.load_state_dict(state)
-    assert (again.position, again.state_dict()["inside"]) == (2, False)
+    assert again.position == 2
+    with pytest.raises(DataError, match="cannot go on"):
+        restart_refused = Stream(lambda shard, shards: Counting(shard, shards, 8))
+        restart_refused.loader(global_batch=2, micro_batches=1, rank=1, ranks=2).load_state_dict(state)
 
 
 @pytest.mark.parametrize("resume_after", [0, 1, 2, 3])
 def test_uneven_streams_end_together_and_read_every_sample(resume_after: int) -> None:
     lengths = [1, 7, 4]
 
-    def run(rank: int, agree: Any) -> list[Any]:
+    def run(rank: int, group: Any) -> list[Any]:
         stream = Stream(lambda shard, shards: Counting(0, 1, lengths[shard]))
-        options = {
-            "global_batch": 6,
-            "micro_batches": 2,
-            "rank": rank,
-            "ranks": 3,
-            "epochs": 1,
-            "agree": agree,
-        }
+        options = {"global_batch": 6, "micro_batches": 2, "epochs": 1, **group}
         loader = stream.loader(**options)
         steps = [next(loader) for _ in range(resume_after)]
         state = loader.state_dict()
@@ -185,9 +199,9 @@ def test_uneven_streams_end_together_and_read_every_sample(resume_after: int) ->
 
 
 def test_a_rank_without_a_sample_is_an_error_on_every_rank() -> None:
-    def run(rank: int, agree: Any) -> Any:
+    def run(rank: int, group: Any) -> Any:
         stream = Stream(lambda shard, shards: range(5 if shard else 0))
-        return list(stream.loader(global_batch=4, micro_batches=1, rank=rank, ranks=2, agree=agree, epochs=1))
+        return list(stream.loader(global_batch=4, micro_batches=1, epochs=1, **group))
 
     for error in together(2, run):
         assert isinstance(error, DataError)
@@ -210,3 +224,17 @@ def test_what_is_no_stream_is_an_error() -> None:
         next(Stream(lambda shard, shards: 3).loader(global_batch=1, micro_batches=1))  # type: ignore[arg-type,return-value]
     with pytest.raises(DataError, match="less than 2 ranks"):
         Stream(lambda shard, shards: [1]).loader(global_batch=1, micro_batches=1, rank=0, ranks=2)
+
+
+def test_a_state_that_is_not_json_is_an_error() -> None:
+    class Odd(Counting):
+        def state_dict(self) -> Any:
+            return {"at": object()}
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    loader = Stream(lambda shard, shards: Odd(0, 1, 5)).loader(global_batch=2, micro_batches=1)
+    next(loader)
+    with pytest.raises(DataError, match="cannot be kept"):
+        loader.state_dict()
