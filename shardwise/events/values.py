@@ -125,6 +125,7 @@ class Failed(Event, frozen=True, tag="failed"):
     phase: str
     error: str
     traceback: str
+    exit_code: int = 1
 
 
 class Stopped(Event, frozen=True, tag="stopped"):

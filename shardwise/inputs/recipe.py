@@ -335,6 +335,10 @@ ALLOWED_CHANGES = (
     "checkpoint",
     "log",
     "data.workers",
+    # How the work is split, not what is computed: the way out of an out-of-memory error leads over these.
+    "batch.micro_batch",
+    "train.plan",
+    "train.devices",
 )
 
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
 import torch
 
 from shardwise import ranks
 from shardwise.errors import EXIT_FAILED, OutOfMemory, ShardwiseError
-from shardwise.events.values import Failed
+from shardwise.events.values import Failed, from_line, to_line
 from shardwise.plan.plan import Decision
 
 
@@ -46,7 +45,7 @@ def record(error: BaseException, where: Where = WHERE) -> Failed:
         events.mkdir(exist_ok=True)
         path = events / f"failed-attempt-{where.attempt:03d}-rank-{failed.rank}.json"
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(failed))
+        temporary.write_bytes(to_line(failed))
         temporary.replace(path)
     return failed
 
@@ -55,11 +54,11 @@ def first_failure(where: Where) -> Failed | None:
     """The earliest failure of this attempt that any rank recorded in the run folder."""
     if where.folder is None:
         return None
-    found = [
-        msgspec.json.decode(path.read_bytes(), type=Failed)
+    found = (
+        from_line(path.read_bytes())
         for path in (where.folder / "events").glob(f"failed-attempt-{where.attempt:03d}-rank-*.json")
-    ]
-    return min(found, key=lambda failed: failed.time, default=None)
+    )
+    return min((one for one in found if isinstance(one, Failed)), key=lambda failed: failed.time, default=None)
 
 
 def install(on_failure: Callable[[], None] = lambda: None) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from shardwise import ranks
 from shardwise.environment import hostname
 from shardwise.errors import RunFolderError
-from shardwise.inputs.recipe import Recipe
+from shardwise.inputs.recipe import Change, Recipe
 from shardwise.launch import run_folder
 from shardwise.launch.run_folder import RunState
 
@@ -23,10 +23,16 @@ def open_run(held: contextlib.ExitStack, recipe: Recipe, *, fresh: bool) -> RunS
 
     def lock() -> Any:
         state = held.enter_context(run_folder.held(recipe.run, recipe, fresh=fresh))
-        return {**msgspec.to_builtins(state, builtin_types=(Path,)), "folder": str(state.folder)}
+        return [state.attempt, state.resume, state.finished, msgspec.to_builtins(state.changes)]
 
-    found = ranks.on_main(lock)
-    opened = msgspec.convert(found, RunState, dec_hook=lambda kind, value: kind(value))
+    attempt, resume, finished, changes = ranks.on_main(lock)
+    opened = RunState(
+        folder=Path(recipe.run),
+        attempt=attempt,
+        resume=resume,
+        finished=finished,
+        changes=msgspec.convert(changes, tuple[Change, ...]),
+    )
     require_shared(opened.folder)
     return opened
 

@@ -86,7 +86,7 @@ def train(
 
 def stopped_by_signal(folder: str, number: int, at: int, epochs: int) -> dict[str, Any]:
     """One rank alone gets the signal; all must leave after the same step, with the right code."""
-    trainer = trainer_of(folder, plan={"zero": 0})
+    trainer = trainer_of(folder, plan={"zero": 0}, precision="fp32")
     seen = []
     try:
         for step in trainer.run(epochs=epochs):
