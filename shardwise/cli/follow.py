@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.errors import EXIT_INTERRUPTED
+from shardwise.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from shardwise.events.live import LiveLine
 from shardwise.events.reader import Tail
 from shardwise.events.values import AnyEvent, Step
@@ -71,16 +71,14 @@ def follow(job: local.Job, run: Path | None, attempt: int, *, quiet_stdout: bool
     failure = None
     if ended.returned:
         failure = first_failure(records, exits, watch.rank_logs(logs), ended.interrupted is not None)
+    code = exit_code(ended.returned, screen.events, failure, exits, ended.interrupted)
     held = screen.output.held()
-    if failure is None and ended.interrupted is None:
+    if failure is None and code in (EXIT_DONE, EXIT_FAILED):
         screen.show(held, sys.stderr)
     screen.live.close()
     if failure is not None and not (failure.rank == 0 and _was_shown(failure.text, screen.shown)):
         print(errors.failure(failure, job.logs), file=sys.stderr)
-    if ended.killed:
-        return Followed(EXIT_INTERRUPTED, tuple(screen.events))
-    code = exit_code(ended.returned, screen.events, failure, exits, ended.interrupted)
-    return Followed(code, tuple(screen.events))
+    return Followed(EXIT_INTERRUPTED if ended.killed else code, tuple(screen.events))
 
 
 def _watched(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> watch.Ended:

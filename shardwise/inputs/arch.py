@@ -85,7 +85,12 @@ def from_config_json(source: str | Path | Mapping[str, object]) -> Arch:
 
     Raises: RecipeError where the file is missing, a key is absent, or the model_type has another shape.
     """
-    config = source if isinstance(source, Mapping) else _read_json(Path(source))
+    name = "config"
+    if isinstance(source, Mapping):
+        config = source
+    else:
+        path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+        config, name = _read_json(path), path.parent.name or path.stem
     kind = config.get("model_type", "missing")
     if kind not in LLAMA_STYLE or config.get("attention_bias") or config.get("mlp_bias"):
         raise RecipeError(
@@ -93,7 +98,6 @@ def from_config_json(source: str | Path | Mapping[str, object]) -> Arch:
             why=f"known without biases or experts: {', '.join(LLAMA_STYLE)}",
             fix='use one of these, or hand over your own module with model.factory = "my.module:build"',
         )
-    name = "config" if isinstance(source, Mapping) else (Path(source).parent.name or Path(source).stem)
     arch = _from_llama_keys(str(config.get("name", name)), config)
     problem = shape_problem(arch)
     if problem:
@@ -104,7 +108,6 @@ def from_config_json(source: str | Path | Mapping[str, object]) -> Arch:
 
 
 def _read_json(path: Path) -> Mapping[str, object]:
-    path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:

@@ -71,11 +71,8 @@ def test_the_canonical_name_means_the_same_cluster() -> None:
         assert msgspec.structs.replace(again, asked=text) == cluster
 
 
-@pytest.mark.parametrize("text", ["8xH10", "8xh100", "8xH100-SXM5", "0xH100", "8x", "", "8xH100-SXM5-80GB-x"])
+@pytest.mark.parametrize("text", ["8xH10", "8xh100", "0xH100", "8x", "", "8xH100-SXM5-80GB-x"])
 def test_a_part_of_a_name_is_not_a_name(text: str) -> None:
-    if text == "8xH100-SXM5":
-        assert parse_cluster(text).device.name == "H100-SXM5-80GB"  # a declared alias
-        return
     with pytest.raises(RecipeError, match="There is no GPU"):
         parse_cluster(text)
 

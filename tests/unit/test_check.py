@@ -1,0 +1,149 @@
+"""The rules of a plan: each is found, and each fix makes it go away."""
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from shardwise.errors import PlanInfeasible
+from shardwise.inputs.arch import Arch, preset
+from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster, parse_cluster
+from shardwise.inputs.recipe import Recipe, from_keys, with_overrides
+from shardwise.plan.check import RULES, Violation, check, require
+from shardwise.plan.mesh import MeshShape
+from shardwise.plan.plan import Plan
+from shardwise.plan.rule_of_thumb import plan
+
+CPU = local_cluster(MachineFacts(cpus=4, host_memory_bytes=64 * 2**30))
+KEYS: Mapping[str, object] = {
+    "model": {"preset": "decoder-2m"},
+    "data": {"text": ["a.txt"]},
+    "batch": {"global_batch": 64},
+    "train": {"steps": 10},
+    "run": "runs/test",
+}
+SMALL = preset("decoder-2m")
+LARGE = msgspec.structs.replace(
+    SMALL,
+    name="large",
+    hidden_size=8192,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_size=28672,
+)
+HUGE = msgspec.structs.replace(LARGE, name="huge", hidden_size=16384, num_layers=120, ffn_size=57344)
+
+# What breaks each rule: overrides, the model, the cluster, and how many ranks come (None: as planned).
+BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
+    ("degrees_make_the_world", ["train.plan.dp_replicate=2", "train.plan.dp_shard=1"], SMALL, CPU, 3),
+    ("devices_exist", ["train.devices=9"], SMALL, parse_cluster("8xH100"), None),
+    ("zero_matches_sharding", ["train.plan.zero=0", "train.plan.dp_shard=4"], SMALL, CPU, 4),
+    ("zero_matches_sharding", ["train.plan.zero=3", "train.plan.dp_replicate=4"], SMALL, CPU, 4),
+    ("pp_runs", ["train.plan.pp=2"], SMALL, CPU, 4),
+    ("tp_runs", ["train.plan.tp=2"], SMALL, CPU, 4),
+    ("cp_runs", ["train.plan.cp=2"], SMALL, CPU, 4),
+    ("ep_runs", ["train.plan.ep=2", "train.plan.zero=3"], SMALL, CPU, 4),
+    ("zero_stage_runs", ["train.plan.zero=1"], SMALL, CPU, 4),
+    ("zero_stage_runs", ["train.plan.zero=2"], SMALL, CPU, 4),
+    (
+        "hybrid_sharding_runs",
+        ["train.plan.zero=3", "train.plan.dp_replicate=2", "train.plan.dp_shard=2"],
+        SMALL,
+        CPU,
+        4,
+    ),
+    ("recompute_runs", ["train.plan.recompute=selective"], SMALL, CPU, 2),
+    ("offload_runs", ["train.plan.offload=cpu"], SMALL, CPU, 2),
+    ("compression_runs", ["train.plan.compression=powersgd"], SMALL, CPU, 2),
+    ("buckets_need_whole_copies", ["train.plan.zero=3", "train.plan.bucket_cap_mb=25"], SMALL, CPU, 4),
+    ("each_rank_has_a_sample", ["batch.global_batch=2", "train.devices=4"], SMALL, CPU, None),
+    ("precision_exists", ["train.precision=bf16"], SMALL, parse_cluster("8xV100-SXM2-32GB"), None),
+    ("sequence_fits_the_model", ["data.sequence_length=2048"], SMALL, CPU, None),
+    ("heads_divide", ["train.plan.tp=2"], SMALL, CPU, 4),
+    ("layers_divide", ["train.plan.pp=8"], SMALL, CPU, 8),
+    ("tensor_parallel_stays_in_a_node", ["train.plan.tp=16"], LARGE, parse_cluster("2x8xH100"), None),
+    ("states_fit", ["train.plan.zero=0"], LARGE, parse_cluster("64xp5.48xlarge"), None),
+    ("tp_runs", ["batch.global_batch=1024"], HUGE, parse_cluster("64xp5.48xlarge"), None),
+    ("pp_runs", ["batch.global_batch=1024"], HUGE, parse_cluster("64xp5.48xlarge"), None),
+]
+# Only the user can choose a smaller model, another vocabulary, or another kind of model.
+NO_APPLY = {"vocabulary_holds_the_tokens", "model_runs"}
+
+
+def recipe(overrides: list[str], base: Mapping[str, object] = KEYS) -> Recipe:
+    return from_keys(with_overrides(base, overrides))
+
+
+def made(
+    overrides: list[str], arch: Arch, cluster: Cluster, world: int | None
+) -> tuple[Plan, tuple[Violation, ...]]:
+    planned = plan(recipe(overrides), arch, cluster, world=world)
+    return planned, check(planned, world if world is not None else planned.decision.mesh.world)
+
+
+@pytest.mark.parametrize(("rule", "overrides", "arch", "cluster", "world"), BROKEN)
+def test_a_broken_rule_is_found_and_its_fix_makes_it_go_away(
+    rule: str, overrides: list[str], arch: Arch, cluster: Cluster, world: int | None
+) -> None:
+    _, found = made(overrides, arch, cluster, world)
+    violation = next(one for one in found if one.rule == rule)
+    assert violation.what and violation.why and violation.fix
+    assert violation.apply is not None
+    fixed = [*overrides, *(f"{key}={value}" for key, value in violation.apply.items())]
+    again = recipe(fixed)
+    # A fix that changes how many ranks are started is applied before they are.
+    planned = plan(again, arch, cluster, world=None if "train.devices" in violation.apply else world)
+    left = check(planned, planned.decision.mesh.world if world is None else world)
+    assert rule not in {one.rule for one in left}
+
+
+def test_every_rule_is_broken_by_some_plan_here() -> None:
+    broken = {rule for rule, *_ in BROKEN} | NO_APPLY
+    unbroken, _ = made([], SMALL, CPU, 4)
+    assert all(rule(unbroken, 4) is None for rule in RULES)
+    assert len(broken) == len(RULES)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("zero", ["auto", 0, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("micro", ["auto", 3])
+def test_what_the_engine_runs_is_not_refused(
+    world: int, zero: str | int, precision: str, micro: str | int
+) -> None:
+    overrides = [f"train.plan.zero={zero}", f"train.precision={precision}", f"batch.micro_batch={micro}"]
+    _, found = made(overrides, SMALL, CPU, world)
+    assert found == ()
+
+
+def test_a_vocabulary_below_the_bytes_is_found() -> None:
+    small = msgspec.structs.replace(SMALL, vocab_size=256)
+    assert "vocabulary_holds_the_tokens" in {one.rule for one in made([], small, CPU, 1)[1]}
+
+
+def test_a_model_that_is_not_built_yet_is_found() -> None:
+    asked = recipe([], {**KEYS, "model": {"hf": "some/model"}})
+    assert "model_runs" in {one.rule for one in check(plan(asked, SMALL, CPU, world=1), 1)}
+
+
+def test_any_change_of_a_degree_breaks_the_product() -> None:
+    planned, _ = made([], SMALL, CPU, 4)
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+        mesh = msgspec.structs.replace(MeshShape(dp_replicate=4), **{axis: 3})
+        changed = msgspec.structs.replace(
+            planned, decision=msgspec.structs.replace(planned.decision, mesh=mesh)
+        )
+        assert "degrees_make_the_world" in {one.rule for one in check(changed, 4)}
+
+
+def test_requiring_a_broken_plan_raises_all_of_it_at_once() -> None:
+    planned, found = made(["train.plan.recompute=full", "train.plan.offload=cpu"], SMALL, CPU, 2)
+    assert len(found) == 2
+    with pytest.raises(PlanInfeasible) as raised:
+        require(planned, 2)
+    for violation in found:
+        assert violation.what in str(raised.value)
+        assert violation.fix in str(raised.value)
+    assert raised.value.exit_code == 2
