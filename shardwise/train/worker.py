@@ -39,9 +39,9 @@ def sample(trainer: Trainer) -> str | None:
     if not isinstance(trainer.model, Decoder):
         return None
     generator = torch.Generator().manual_seed(trainer.plan.recipe.seed)
-    prompt = torch.tensor(list(PROMPT), dtype=torch.int64, device=trainer.device)
+    prompt = torch.tensor([list(PROMPT)], dtype=torch.int64, device=trainer.device)
     tokens = generate(trainer.model, prompt, SAMPLE_TOKENS, temperature=0.7, generator=generator)
-    return bytes(token for token in tokens.tolist() if token < 256).decode("utf-8", errors="replace")
+    return bytes(token for token in tokens[0].tolist() if token < 256).decode("utf-8", errors="replace")
 
 
 if __name__ == "__main__":

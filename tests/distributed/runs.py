@@ -127,7 +127,7 @@ def non_finite(folder: str, bad: list[int], steps: int) -> dict[str, Any]:
         error = f"{type(raised).__name__}: {raised.what}"
     events = sorted(Path(folder, "events").glob("attempt-*.jsonl"))
     text = events[-1].read_text() if events else ""
-    return {"applied": applied, "digests": digests, "error": error, "told": text.count("non_finite_loss")}
+    return {"applied": applied, "digests": digests, "error": error, "told": text.count('"event":"non_finite_loss"')}
 
 
 def refused(folder: str, case: str, **settings: Any) -> str:
