@@ -11,7 +11,7 @@ from shardwise.checkpoint.layout import Region, inside, overlap
 from shardwise.checkpoint.manifest import Damaged, Json, Manifest, TensorEntry, read_chunk, verify_file
 from shardwise.checkpoint.packing import Reference, references, unpack
 from shardwise.checkpoint.regions import DTYPES, dtype_name, from_bytes, local, placed
-from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, join, parameter_names
+from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, join, own_name, parameter_names
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
 
@@ -44,14 +44,13 @@ def stage(store: Store, folder: str, manifest: Manifest, subject: Subject, curre
     keys.
     """
     _check_parts(manifest, subject)
-    targets = _targets(manifest, subject, current)
+    entries = _entries(manifest, subject.role)
+    targets = _targets(manifest, entries, subject, current)
     for index, file in enumerate(manifest.files):
         if index % ranks.world() == ranks.rank():
             verify_file(store, folder, file)
-    entries = {entry.name: entry for entry in manifest.tensors}
     values = {
-        name: _stage_tensor(store, folder, entries, manifest, name, target)
-        for name, target in targets.items()
+        name: _stage_tensor(store, folder, entries[name], name, target) for name, target in targets.items()
     }
     return Staged(manifest, targets, values)
 
@@ -89,10 +88,11 @@ def _check_parts(manifest: Manifest, subject: Subject) -> None:
     )
 
 
-def _targets(manifest: Manifest, subject: Subject, current: Snapshot) -> dict[str, torch.Tensor]:
+def _targets(
+    manifest: Manifest, entries: Mapping[str, TensorEntry], subject: Subject, current: Snapshot
+) -> dict[str, torch.Tensor]:
     """A tensor to fill for each that this rank loads: the training's own where it has one, else a new one."""
-    entries = {entry.name: entry for entry in manifest.tensors}
-    targets = _weight_targets(manifest, entries, current)
+    targets = _weight_targets(entries, current)
     for name, optimizer in subject.optimizers.items():
         part = join("optimizer", name)
         packed = _state(manifest, part)
@@ -106,15 +106,13 @@ def _targets(manifest: Manifest, subject: Subject, current: Snapshot) -> dict[st
     for reference in references(manifest.state_of("rng", ranks.rank())):
         targets[reference.name] = _new(entries, reference, None)
     for name, target in targets.items():
-        _check_shape(_entry(entries, manifest, name), name, target)
+        _check_shape(entries[name], name, target)
     return targets
 
 
-def _weight_targets(
-    manifest: Manifest, entries: Mapping[str, TensorEntry], current: Snapshot
-) -> dict[str, torch.Tensor]:
+def _weight_targets(entries: Mapping[str, TensorEntry], current: Snapshot) -> dict[str, torch.Tensor]:
     targets = {name: tensor for name, tensor in current.shared.items() if name.startswith("model/")}
-    saved = {name for name in entries if name.startswith("model/")} | set(manifest.aliases)
+    saved = {name for name in entries if name.startswith("model/")}
     _refuse_difference(
         "weights", saved, set(targets) | set(current.aliases), fix="build the model that was saved"
     )
@@ -181,20 +179,21 @@ def _check_shape(entry: TensorEntry, name: str, target: torch.Tensor) -> None:
         )
 
 
-def _entry(entries: Mapping[str, TensorEntry], manifest: Manifest, name: str) -> TensorEntry:
-    return entries[name] if name in entries else entries[manifest.aliases[name]]
+def _entries(manifest: Manifest, role: str) -> dict[str, TensorEntry]:
+    """The saved tensors as this rank sees them: its own where it kept one, tied names as what they name."""
+    stored = {entry.name: entry for entry in manifest.tensors}
+    seen = {name: stored.get(own_name(role, name), entry) for name, entry in stored.items()}
+    return seen | {alias: seen[name] for alias, name in manifest.aliases.items()}
 
 
 def _stage_tensor(
     store: Store,
     folder: str,
-    entries: Mapping[str, TensorEntry],
-    manifest: Manifest,
+    entry: TensorEntry,
     name: str,
     target: torch.Tensor,
 ) -> torch.Tensor:
     """This rank's region of a tensor, put together from whichever chunks overlap it."""
-    entry = _entry(entries, manifest, name)
     region = placed(name, target, rank=0, world=1).region
     value, filled = torch.empty(region.shape, dtype=DTYPES[entry.dtype]), 0
     for chunk in entry.chunks:

@@ -53,6 +53,9 @@ class Trouble(Record, frozen=True):
 
 
 class Report(Record, frozen=True):
+    """How a phase of a save went on one rank."""
+
+    buffers: str = ""
     share: Share | None = None
     trouble: Trouble | None = None
 
@@ -73,18 +76,23 @@ def commit(store: Store, folder: str, header: Header, take: Callable[[], Snapsho
     """Writes and commits a checkpoint, and returns its bytes over all ranks. Nothing is kept of one that
     fails.
 
-    Host memory: one tensor at a time beyond what the training holds. Collective: two gathers of JSON.
+    Host memory: one tensor at a time beyond what the training holds. Collective: three gathers of JSON.
     Raises: CheckpointError, the same on every rank, naming the first rank that failed.
     """
-    report = _attempt(store, lambda: Report(share=write_share(store, folder, take())))
-    reports = [msgspec.convert(raw, Report) for raw in ranks.gather_json(msgspec.to_builtins(report))]
-    end = Report()
-    if ranks.is_main():
-        end = _finish(store, folder, header, reports)
-    end = msgspec.convert(ranks.broadcast_json(msgspec.to_builtins(end)), Report)
-    if end.trouble is not None:
-        raise not_saved(header.step, end.trouble)
-    return sum(report.share.file.bytes for report in reports if report.share)
+    kept = Snapshot()
+
+    def look() -> Report:
+        nonlocal kept
+        kept = take()
+        return Report(buffers=kept.buffers_digest())
+
+    ready = _agreed(header.step, _attempt(store, look))
+    if len({report.buffers for report in ready}) > 1 and not ranks.is_main():
+        kept.keep_own_buffers()
+    written = _gathered(_attempt(store, lambda: Report(share=write_share(store, folder, kept))))
+    end = _finish(store, folder, header, written) if ranks.is_main() else Report()
+    _agreed(header.step, end)
+    return sum(report.share.file.bytes for report in written if report.share)
 
 
 def write_share(store: Store, folder: str, kept: Snapshot) -> Share:
@@ -153,12 +161,19 @@ def trouble_of(error: Exception, store: Store) -> Trouble:
     return Trouble(ranks.rank(), f"{type(error).__name__} while it wrote.", str(error), fix)
 
 
-def not_saved(step: int, trouble: Trouble) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint of step {step} was not saved: rank {trouble.rank}: {trouble.what}",
-        why=trouble.why,
-        fix=trouble.fix,
-    )
+def _gathered(report: Report) -> list[Report]:
+    """Collective."""
+    return [msgspec.convert(raw, Report) for raw in ranks.gather_json(msgspec.to_builtins(report))]
+
+
+def _agreed(step: int, report: Report) -> list[Report]:
+    """Every rank's report. Collective. Raises: CheckpointError on all ranks where one is in trouble."""
+    reports = _gathered(report)
+    for trouble in (report.trouble for report in reports):
+        if trouble is not None:
+            what = f"The checkpoint of step {step} was not saved: rank {trouble.rank}: {trouble.what}"
+            raise CheckpointError(what, why=trouble.why, fix=trouble.fix)
+    return reports
 
 
 def _attempt(store: Store, act: Callable[[], Report]) -> Report:

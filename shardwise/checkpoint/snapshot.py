@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import rng
 from shardwise.checkpoint.files import Content
-from shardwise.checkpoint.layout import spread
-from shardwise.checkpoint.manifest import Json
+from shardwise.checkpoint.layout import Region, spread, whole
+from shardwise.checkpoint.manifest import Json, digest_of
 from shardwise.checkpoint.packing import pack
 from shardwise.checkpoint.regions import dtype_name, placed, to_bytes
 from shardwise.errors import CheckpointError
@@ -51,13 +52,28 @@ class Weights(NamedTuple):
 @dataclass
 class Snapshot:
     """References, not copies. `shared` tensors are logical ones that all ranks hold or share; `own` this
-    rank's.
+    rank's. `buffers` are those of `shared` that a rank may have changed by itself.
     """
 
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     state: dict[str, Json] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
+    role: str = ""
+
+    def buffers_digest(self) -> str:
+        """Differs between ranks whose buffers differ, as running means do where nothing synchronises them."""
+        return digest_of(b"".join(to_bytes(self.shared[name]) for name in self.buffers))
+
+    def keep_own_buffers(self) -> None:
+        for name in self.buffers:
+            self.own[own_name(self.role, name)] = self.shared[name]
+
+
+def own_name(role: str, name: str) -> str:
+    """What a rank's own tensor is called; `name` is the one that rank 0 holds."""
+    return join("own", role, name)
 
 
 def by_name(given: Any, kind: type) -> dict[str, Any]:
@@ -99,8 +115,9 @@ def snapshot(subject: Subject) -> Snapshot:
 
     Raises: CheckpointError naming what cannot be kept.
     """
-    result = Snapshot()
+    result = Snapshot(role=subject.role)
     result.shared, result.aliases = weights(subject.modules)
+    result.buffers = [name for name, tensor in result.shared.items() if _is_buffer(tensor)]
     for name, optimizer in subject.optimizers.items():
         part = join("optimizer", name)
         result.state[part] = _pack_optimizer(subject, part, optimizer, result.shared)
@@ -109,15 +126,20 @@ def snapshot(subject: Subject) -> Snapshot:
     if subject.data is not None:
         result.state["data"] = _pack_data(subject.data)
     result.state["rng"] = pack(rng.capture(), join("rng", subject.role), result.own)
+    # What cannot be written is an error on every rank and before a byte is, whoever would write it.
+    for name, tensor in result.shared.items():
+        dtype_name(name, tensor)
     return result
 
 
 def contents(kept: Snapshot, *, rank: int, world: int) -> list[Content]:
     """What this rank writes: its shards, its own tensors, and its part of what several ranks hold alike.
 
-    Replicas are spread by bytes, in the same way on every rank, without asking the others.
+    Replicas are spread by bytes, in the same way on every rank, without asking the others. Buffers are rank
+    0's.
     """
-    where = {name: placed(name, tensor, rank=rank, world=world) for name, tensor in kept.shared.items()}
+    alike = {name: tensor for name, tensor in kept.shared.items() if name not in set(kept.buffers)}
+    where = {name: placed(name, tensor, rank=rank, world=world) for name, tensor in alike.items()}
     mine = []
     for replicas in sorted({place.replicas for place in where.values()}):
         names = sorted(name for name, place in where.items() if place.replicas == replicas)
@@ -126,15 +148,10 @@ def contents(kept: Snapshot, *, rank: int, world: int) -> list[Content]:
         )
         mine += [name for name, owner in zip(names, owners, strict=True) if where[name].replica == owner]
     shares = [_content(name, kept.shared[name], where[name].region) for name in mine]
-    own = [
-        _content(name, tensor, placed(name, tensor, rank=0, world=1).region)
-        for name, tensor in kept.own.items()
-    ]
-    # A dtype without a name is an error for every rank, whoever writes the tensor.
-    for name, tensor in kept.shared.items():
-        dtype_name(name, tensor)
+    own = {**kept.own, **({name: kept.shared[name] for name in kept.buffers} if rank == 0 else {})}
+    wholes = [_content(name, tensor, whole(tensor.shape)) for name, tensor in own.items()]
     # An empty shard has no bytes; a tensor that is empty as a whole must still be in the manifest.
-    return [content for content in shares + own if content.region.numel or 0 in content.shape]
+    return [content for content in shares + wholes if content.region.numel or 0 in content.shape]
 
 
 def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -150,6 +167,10 @@ def pack_state(name: str, value: Any, tensors: dict[str, torch.Tensor]) -> Json:
     """A value of `state=`: what its state_dict gives, or the value itself."""
     value = value.state_dict() if isinstance(value, Stateful) else value
     return pack(value, join("state", name), tensors)
+
+
+def _is_buffer(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, nn.Parameter | DTensor)
 
 
 def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,7 +222,7 @@ def _refuse_unsplit(part: str, name: str, parameter: torch.Tensor, entries: Mapp
     if placed(name, parameter, rank=0, world=1).region.shape == tuple(parameter.shape):
         return
     for key, value in entries.items():
-        if isinstance(value, torch.Tensor) and not hasattr(value, "placements") and value.numel() > 1:
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
             raise CheckpointError(
                 f"{join(part, 'state', name, str(key))!r} is a plain tensor, and {name!r} is sharded.",
                 why="whether it is a shard or a whole is not known, and a wrong guess would lose state",
@@ -219,5 +240,5 @@ def _pack_data(data: Stateful) -> Json:
     return packed
 
 
-def _content(name: str, tensor: torch.Tensor, region: Any) -> Content:
+def _content(name: str, tensor: torch.Tensor, region: Region) -> Content:
     return Content(name, dtype_name(name, tensor), tuple(tensor.shape), region, partial(to_bytes, tensor))

@@ -27,7 +27,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str = "") -> list[str]:
-        """The keys that begin with `prefix`, sorted."""
+        """The keys that begin with `prefix`, sorted; what writers that died left behind is among them."""
         ...
 
     def delete(self, key: str) -> None:
@@ -73,29 +73,19 @@ class LocalStore:
         keys = []
         for folder, _, names in os.walk(self.root):
             relative = PurePosixPath(Path(folder).relative_to(self.root).as_posix())
-            keys += [str(relative / name) for name in names if not _is_temporary(name)]
+            keys += [str(relative / name) for name in names]
         return sorted(key for key in keys if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
         path = self._path(key)
         path.unlink(missing_ok=True)
-        self._drop_leftovers(path.parent)
+        if path.parent != self.root:
+            # The folder goes with its last key; where it does not, there is another, or it is gone already.
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
-
-    def _drop_leftovers(self, folder: Path) -> None:
-        """Removes a folder that holds nothing but temporary files of writers that died."""
-        if folder == self.root:
-            return
-        try:
-            names = [entry.name for entry in folder.iterdir()]
-            if all(map(_is_temporary, names)):
-                for name in names:
-                    (folder / name).unlink(missing_ok=True)
-                folder.rmdir()
-        except OSError:
-            return  # Somebody else was faster, or still writes there; an empty folder harms nobody.
 
     def _path(self, key: str) -> Path:
         """Raises: CheckpointError for a key that points outside the store."""
@@ -107,10 +97,6 @@ class LocalStore:
                 fix="do not use this checkpoint: its manifest was not written by Shardwise",
             )
         return self.root / pure
-
-
-def _is_temporary(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".tmp")
 
 
 def _make_durable_folder(folder: Path) -> None:

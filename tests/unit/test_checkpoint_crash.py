@@ -31,7 +31,7 @@ def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Path
 
 
 def main(root: Path) -> None:
-    """Prints the step that is resumed after a kill at the first operation, the second, and so on to the last."""
+    """Prints the step that is resumed after a kill at the first operation, the second, and so on."""
     at, finished = 0, False
     while not finished:
         at += 1
@@ -57,7 +57,7 @@ def training(run: Path, value: int, at: int = 0) -> Checkpointer:
 
 
 def killed_save(run: Path, at: int) -> int:
-    """The exit status of a process that saves step 2 and is killed at operation `at`: 0 once there are fewer."""
+    """The exit status of a process that saves step 2 and is killed at operation `at`; 0 if it lived."""
     child = os.fork()
     if child == 0:
         try:
