@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise import ranks
 from shardwise.errors import BadInput, ModelError
+from shardwise.inputs.recipe import ModelSpec
 from shardwise.models import inspect
 from shardwise.parallel import data_parallel, device_mesh, precision
 from shardwise.plan import check
@@ -49,9 +50,9 @@ def parallelize(
     ties = inspect.ties(module)
 
     # 1. What mixes samples is refused, or made one with the global batch.
+    refuse_mixing(module, recipe.model)
     if recipe.model.sync_batchnorm:
         module = inspect.sync_batchnorm(module)
-    refuse_mixing(module, recipe.model.mixes_samples)
     # 2. Master precision; the compute copies come with the data-parallel pass or right before it.
     precision.to_master(module, decision.precision)
     fp32_modules = precision.select_fp32_modules(module, recipe.model.fp32_modules)
@@ -104,10 +105,12 @@ def empty_on(module: nn.Module, device: torch.device) -> None:
                 slots[name] = made[tensor]  # type: ignore[assignment]
 
 
-def refuse_mixing(module: nn.Module, policy: str) -> None:
-    """Raises: ModelError for a module that mixes the samples of a batch, unless the user accepts that."""
+def refuse_mixing(module: nn.Module, spec: ModelSpec) -> None:
+    """Raises: ModelError for a module that mixes the samples of a micro-batch, unless the user accepts that."""
     found = inspect.mixes_samples(module)
-    if found and policy == "refuse":
+    if spec.sync_batchnorm:
+        found = [one for one in found if "BatchNorm" not in one.kind]
+    if found and spec.mixes_samples == "refuse":
         first = found[0]
         raise ModelError(
             f"{first.name} ({first.kind}) mixes the samples of a micro-batch"

@@ -20,11 +20,12 @@ from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe
 from shardwise.launch.run_folder import RunState
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
-from shardwise.parallel.parallelize import parallel_of, parallelize
+from shardwise.parallel.parallelize import parallel_of, parallelize, refuse_mixing
 from shardwise.plan.plan import Plan
 from shardwise.profiling import probe
 from shardwise.resilience.signals import StopSignals
 from shardwise.train import failure, opening, setup
+from shardwise.train.additive import require_additive
 from shardwise.train.evaluate import Evaluation, evaluate
 from shardwise.train.failure import WHERE
 from shardwise.train.journal import Journal
@@ -114,9 +115,8 @@ class Trainer:
             evaluate_every_steps=evaluate_every_steps, sync_batchnorm=sync_batchnorm, mixes_samples=mixes_samples,
             unused_parameters=tuple(unused_parameters),
         )  # fmt: skip
+        self.loss, self.state, self.inputs = loss, dict(state or {}), inputs
         self._open(settings.recipe(), plan if isinstance(plan, Plan) else None, model, fresh)
-        self.loss, self.state = loss, dict(state or {})
-        self.inputs = call_inputs(self.model, inputs)
         self.optimizer = optimizer(self.model)
         setup.require_optimizer(self.optimizer, self.model, self.plan.decision.zero)
         self.schedule = schedule
@@ -126,6 +126,13 @@ class Trainer:
         WHERE.folder = Path(recipe.run)
         module, initialize = setup.build_model(model, recipe)
         self.plan = plan if plan is not None else setup.make_plan(recipe, module)
+        self.inputs = call_inputs(module, self.inputs)
+        self.not_probed = ""
+        if initialize is None:
+            refuse_mixing(module, recipe.model)
+            self.not_probed = require_additive(
+                module, self.loss, self.inputs, self.data, recipe.model, recipe.seed
+            )
         self.model = parallelize(module, self.plan, blocks=recipe.model.blocks, initialize=initialize)
         self.parallel = parallel_of(self.model)
         self.scaler = LossScaler(self.plan.decision.precision == "fp16")
@@ -144,9 +151,8 @@ class Trainer:
         failure.install()
         trainer.device = ranks.start()
         trainer.data, trainer.valid = setup.recipe_data(recipe)
+        trainer.loss, trainer.state, trainer.inputs = setup.next_token_loss, {}, "auto"
         trainer._open(recipe, plan, setup.recipe_model(recipe), fresh)
-        trainer.loss, trainer.state = setup.next_token_loss, {}
-        trainer.inputs = call_inputs(trainer.model, "auto")
         trainer.optimizer = optimizers.build(recipe.optimizer, trainer.model)
         trainer.schedule = optimizers.schedule(recipe.optimizer.schedule)
         return trainer
@@ -308,6 +314,8 @@ class Trainer:
         self.number = self.checkpointer.resume()
         WHERE.step = self.number
         self.journal.started(ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes)
+        if self.not_probed:
+            self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
 
     def _loader(self) -> Any:
         decision = self.plan.decision

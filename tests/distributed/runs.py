@@ -141,6 +141,21 @@ def refused(folder: str, case: str, **settings: Any) -> str:
     return "nothing was raised"
 
 
+def contrastive(outputs: torch.Tensor, batch: Any) -> sw.Loss:
+    """Each sample is told from the others of its micro-batch."""
+    scores = outputs @ batch[1].T
+    return sw.Loss(nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores))
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.aux_loss = nn.Linear(6, 1), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x)
+
+
 class Garbage(nn.Module):
     """A parameter on meta that no reset_parameters fills."""
 
@@ -168,6 +183,8 @@ def _case(name: str) -> dict[str, Any]:
         "scalar loss": {"loss": lambda outputs, batch: (outputs - batch[1]).square().mean()},
         "no count": {"loss": lambda outputs, batch: sw.Loss((outputs - batch[1]).square().sum(), 0)},
         "batch norm": {"model": lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))},
+        "contrastive": {"loss": contrastive},
+        "router": {"model": Router},
         "uninitialised": {"model": Garbage},
         "unused": {"model": Unused},
         "empty data": {"data": sw.Batches(Noisy(), workers=0) if False else []},

@@ -84,6 +84,8 @@ def test_three_non_finite_losses_in_a_row_stop_the_run_with_its_checkpoint_kept(
         ("scalar loss", ["LossError", "bare scalar", "mean_per_sample"]),
         ("no count", ["LossError", "counts 0 items"]),
         ("batch norm", ["ModelError", "BatchNorm", "sync_batchnorm"]),
+        ("contrastive", ["LossError", "mixes samples", "mixes_samples"]),
+        ("router", ["ModelError", "router", "mixes_samples"]),
         ("uninitialised", ["ModelError", "scale"]),
         ("unused", ["ModelError", "spare.bias", "unused_parameters"]),
         ("empty data", ["DataError", "empty"]),
