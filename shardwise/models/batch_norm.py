@@ -14,7 +14,8 @@ from torch.nn import functional as F
 class BatchNormOverRanks(nn.Module):
     """A BatchNorm whose mean and variance are those of the micro-batch of all ranks together.
 
-    Holds the parameters and buffers of the module that it replaces, under the same names. Collective in training.
+    Holds the parameters and buffers of the module that it replaces, under their names. Collective in
+    training.
     Shapes: [N, C, ...] -> the same; N may differ by rank.
     """
 

@@ -30,7 +30,7 @@ class Mixer(NamedTuple):
 
 
 def find_blocks(module: nn.Module, path: str = "auto") -> Blocks:
-    """The ModuleList or Sequential at `path`; "auto": the one of two or more of one class with most parameters.
+    """The ModuleList or Sequential at `path`; "auto": of those with two or more of one class, the largest.
 
     No blocks is harmless: the module is then one unit. Raises: ModelError for a path that is not there.
     """
@@ -80,10 +80,12 @@ def parameter_count(module: nn.Module, *, trainable_only: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trainable_only)
 
 
-# A router sends a token to experts by the token alone, but its balancing loss and its capacity look at the whole
-# micro-batch. Class names as Switch, DeepSpeed, Mixtral, Qwen, OLMoE and DeepSeek write them; attributes that only
-# such modules have. A config that mentions them is not looked at.
-ROUTER_CLASS = re.compile(r"Router|Top[K12]Gate|MoE|Moe|MixtureOfExperts|SparseMLP")
+# A router sends a token to experts by the token alone, but its balancing loss and its capacity look at the
+# whole micro-batch. Ends of class names as Switch, DeepSpeed, Mixtral, Qwen, OLMoE and DeepSeek write them,
+# and attributes that only such modules have; a config that mentions them is not looked at.
+ROUTER_CLASS = re.compile(
+    r"(Router|TopKGate|Top[12]Gate|MoEGate|MoE|MoELayer|SparseMoeBlock|SparseMLP|MixtureOfExperts)$"
+)
 ROUTER_ATTRIBUTES = (
     "aux_loss", "aux_loss_coef", "router_aux_loss_coef", "l_aux", "load_balancing_loss", "load_balance_loss",
     "router_z_loss", "capacity_factor", "expert_capacity",
@@ -96,7 +98,7 @@ def mixes_samples(module: nn.Module) -> list[Mixer]:
     """Submodules that are known to mix the samples of a micro-batch; empty where none is seen.
 
     Batch normalisation by type (synchronised ones are fine), routers by the names in ROUTER_CLASS and
-    ROUTER_ATTRIBUTES, the outermost each. What no type shows, a contrastive loss say, `two_split_probe` finds.
+    ROUTER_ATTRIBUTES, the outermost each. What no type shows (a contrastive loss) `two_split_probe` finds.
     """
     found: list[Mixer] = []
     for path, child in module.named_modules():
@@ -111,19 +113,8 @@ def mixes_samples(module: nn.Module) -> list[Mixer]:
 
 
 def _is_router(module: nn.Module) -> bool:
-    owns = any(hasattr(module, attribute) for attribute in ROUTER_ATTRIBUTES)
-    # A whole model is called after what is in it (Qwen3MoeForCausalLM): what holds a list of layers is no router.
-    holds_layers = any(
-        isinstance(child, nn.ModuleList) and len(child) and _is_layer(child[0]) for child in module.modules()
-    )
-    return owns or (ROUTER_CLASS.search(type(module).__name__) is not None and not holds_layers)
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """A transformer layer: something beside its linear maps normalises, or attends."""
-    return any(
-        "Norm" in type(child).__name__ or "Attention" in type(child).__name__ for child in module.modules()
-    )
+    named = ROUTER_CLASS.search(type(module).__name__) is not None
+    return named or any(hasattr(module, attribute) for attribute in ROUTER_ATTRIBUTES)
 
 
 def _within(path: str, name: str) -> bool:
@@ -143,7 +134,7 @@ def _router(name: str, module: nn.Module) -> Mixer:
     return Mixer(
         name,
         "router",
-        f"{type(module).__name__} looks like a router of experts: a balancing loss or a capacity depends on the micro-batch",
+        f"{type(module).__name__} looks like a router: balance losses and capacity depend on the micro-batch",
         ACCEPT,
     )
 

@@ -61,7 +61,9 @@ def _onednn_serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` by oneDNN. Shapes: [..., k], [n, k] -> [..., n]."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    y = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, None, "none", [], "")
+    # As torch's own linear does: a plain view would count as one, and FSDP warns of modules that return views.
+    return torch._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # [tokens, n] -> [..., n]
 
 
 class _OneDnnLinear(torch.autograd.Function):
@@ -81,4 +83,4 @@ class _OneDnnLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return for_x, None
         rows, inputs = gradient.flatten(0, -2), x.flatten(0, -2)  # [..., n] -> [tokens, n]
-        return for_x, _multiply(rows.t(), inputs.t())
+        return for_x, _multiply(rows.t(), inputs.t())  # [n, tokens], [k, tokens] -> [n, k]

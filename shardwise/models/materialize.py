@@ -1,4 +1,4 @@
-"""From a factory to a module whose every number is known: built under the seed, or given storage and initialised."""
+"""From a factory to a module whose every number is known: built under the seed, or initialised afterwards."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ from shardwise.errors import ModelError
 from shardwise.names import canonical
 from shardwise.units import format_bytes
 
-# What an integer that nothing has written holds. A bool has no value to spare: those start as False, unchecked.
+# What an integer holds that nothing has written. A bool has no value to spare: it starts False, unchecked.
 _INTEGER_SENTINEL = {
     torch.uint8: 0xA5, torch.int8: -0x5B, torch.int16: -0x5A5B, torch.int32: -0x5A5A5A5B,
     torch.int64: -0x5A5A5A5A5A5A5A5B,
@@ -30,12 +30,12 @@ def build(source: object, seed: int, *, memory_bytes: int | None = None) -> nn.M
     """The module that `source` is or makes, on CPU (or where the factory put it), every parameter finite.
 
     A factory runs under `seed`, and the caller's random state stands afterwards as before. Parameters and
-    buffers that it left on the meta device get storage and are initialised by the root's `init_weights()`, else
-    by `reset_parameters()` of each module that owns one. `memory_bytes` is what all ranks of this host may take
-    together (default: what is available).
+    buffers that it left on the meta device get storage and are initialised by the root's `init_weights()`,
+    else by `reset_parameters()` of each module that owns one. `memory_bytes` is what all ranks of this host
+    may take together (default: what is available).
 
-    Raises: ModelError for what is no module, does not fit in memory, or has a parameter or buffer that nothing
-    initialises.
+    Raises: ModelError for what is no module, does not fit in memory, or has a parameter or buffer that
+    nothing initialises.
     """
     share = (available_bytes() if memory_bytes is None else memory_bytes) // process_identity().local_world
     if isinstance(source, nn.Module):
@@ -75,17 +75,17 @@ def load_factory(path: str) -> Callable[[], nn.Module]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """torch's, numpy's and Python's global generators under `seed`; restored at the end."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the factory's generator, not ours)
+    python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
+        np.random.seed(seed % 2**32)
         try:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+            np.random.set_state(numpy)
 
 
 def available_bytes() -> int:
@@ -129,7 +129,7 @@ def _call(factory: object) -> nn.Module:
 
 @contextmanager
 def _refuse_above(limit: int) -> Iterator[None]:
-    """Counts parameters as modules register them, and refuses the one that no longer fits, before it is filled."""
+    """Counts parameters as modules register them, and refuses the first that no longer fits."""
     registered: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -147,10 +147,10 @@ def _refuse_above(limit: int) -> Iterator[None]:
 def _require_memory(needed: int, share: int) -> None:
     if needed > share:
         raise ModelError(
-            f"The model's parameters take {format_bytes(needed)} or more; a rank may take {format_bytes(share)}.",
+            f"The model takes {format_bytes(needed)} of memory or more, a rank has {format_bytes(share)}.",
             why="each rank builds the whole module in host memory before it keeps its shards",
-            fix="fewer ranks a host (train.devices), a host with more memory, or model.preset or model.config: "
-            "our decoder is built shard by shard",
+            fix="fewer ranks on a host (train.devices), a host with more memory, or a decoder of ours "
+            "(model.preset, model.config), which is built shard by shard",
         )
 
 
@@ -187,7 +187,7 @@ def _materialize(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _give_storage(module: nn.Module) -> list[nn.Module]:
-    """Replace meta tensors by marked ones on CPU, tied ones by one; the modules that own any, parents first."""
+    """Replace meta tensors by marked ones on CPU, tied ones by one; which modules own any, parents first."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     owners: list[nn.Module] = []
     for owner in list(module.modules()):

@@ -1,6 +1,7 @@
-"""The two-split probe: does a batch's loss equal the sum of its halves' losses? If not, something mixes samples."""
+"""The two-split probe: is a batch's loss the sum of its parts' losses? If not, something mixes samples."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -9,16 +10,16 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-# In fp64 rounding is far below both, but a module may compute inside in fp32 (a norm that upcasts, say), whose
-# unit roundoff is 6e-8: a hundred roundings of it. In fp32 cancellation in gradients costs two digits more. What
-# mixes samples moves a gradient by about 1 / samples.
+# In fp64 rounding is far below both, but a module may compute inside in fp32 (a norm that upcasts, say),
+# whose unit roundoff is 6e-8: a hundred roundings of it. In fp32 cancellation in gradients costs two digits
+# more. What mixes samples moves a gradient by about 1 / samples.
 BOUND_FP64, BOUND_FP32 = 1e-5, 1e-3
 
 Split = Callable[[Any], tuple[Any, Any]]
 
 
 class SplitProbe(NamedTuple):
-    """`additive`, `mixes`, or `unknown`, with the reason; `difference` is the worst relative one, of `bound`."""
+    """The verdict and its reason; `difference` is the largest relative one, `bound` what rounding makes."""
 
     verdict: Literal["additive", "mixes", "unknown"]
     reason: str
@@ -38,10 +39,11 @@ def two_split_probe(
     batch: Any,
     split: Split | None = None,
 ) -> SplitProbe:
-    """Run `batch` whole and in two halves through a copy of `module` in training mode, and compare sums.
+    """Run `batch` whole and in two parts through a copy of `module` in training mode, and compare sums.
 
-    Totals, counts and gradients of `loss_fn(outputs, batch)` (objects with `total` and `count`, or a dict of them)
-    must add up. Dropout is off. The module, its buffers and gradients, and the random state are not touched.
+    Totals, counts and gradients of `loss_fn(outputs, batch)` (objects with `total` and `count`, or a dict of
+    them) must add up. Dropout is off. The module, its buffers and gradients, and the random state are not
+    touched.
     """
     try:
         halves = (split or halve)(batch)
@@ -52,8 +54,8 @@ def two_split_probe(
             try:
                 probe = _prepared(module, dtype)
                 runs = [_run(probe, loss_fn, inputs_fn, part, dtype) for part in (batch, batch, *halves)]
-            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-                reason = f"the probe could not run it: {error}"
+            except Exception as error:  # a stranger's code, in a dtype it may not know: any of it may fail
+                reason = f"the probe could not run it: {type(error).__name__}: {error}"
                 continue
             return _compare(*runs, bound)
     return SplitProbe("unknown", reason)
@@ -89,7 +91,7 @@ def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _run(probe: nn.Module, loss_fn: Any, inputs_fn: Any, batch: Any, dtype: torch.dtype) -> _Sums:
-    """Totals and gradients of one batch, from the same buffers each time: running statistics go back after it."""
+    """Totals and gradients of one batch, from the same buffers each time: running statistics go back."""
     batch = pytree.tree_map(lambda leaf: _as(leaf, dtype), batch)
     buffers = {name: buffer.clone() for name, buffer in probe.named_buffers()}
     probe.zero_grad(set_to_none=True)
@@ -111,6 +113,8 @@ def _as(leaf: Any, dtype: torch.dtype) -> Any:
 
 def _compare(whole: _Sums, again: _Sums, first: _Sums, second: _Sums, bound: float) -> SplitProbe:
     nothing = _Sums({}, {})
+    if not all(math.isfinite(total) for sums in (whole, first, second) for total in sums.totals.values()):
+        return SplitProbe("unknown", "the loss is not finite")
     if _worst(whole, again, nothing)[0] > bound:
         return SplitProbe(
             "unknown", "two runs of one batch differ: the module draws random numbers as it trains"
