@@ -110,6 +110,9 @@ def doctor(as_json: AsJson = False) -> None:
     reported(lambda: verb.doctor(as_json), as_json)
 
 
-def main() -> None:
-    """The console script. Exit codes: 0 done, 1 failed, 2 bad input, 75 requeue, 130 stopped by Ctrl-C."""
-    app()
+def main(arguments: list[str] | None = None) -> None:
+    """The console script. Exit codes: 0 done, 1 failed, 2 bad input, 75 requeue, 130 stopped by Ctrl-C.
+
+    Raises: SystemExit, always.
+    """
+    app(arguments)

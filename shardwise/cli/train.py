@@ -58,7 +58,8 @@ def _plan(recipe: Recipe) -> Plan:
     """The plan for this machine. Raises: PlanInfeasible where it cannot run here."""
     cluster = local.probe_cluster()
     made = rule_of_thumb.plan(recipe, arch_of(recipe.model, cluster.kind), cluster)
-    require(made, made.decision.mesh.world)
+    devices = recipe.train.devices
+    require(made, made.decision.mesh.world if devices == "auto" else devices)
     return made
 
 

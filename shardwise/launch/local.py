@@ -3,10 +3,12 @@
 `render` is pure: torchrun's command line, or plain Python for one rank. `probe_cluster` and `start` are thin.
 """
 
+import ctypes
 import importlib.metadata
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,8 @@ from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster
 
 # A rank that died must not be waited for by others that cannot see it: torchrun's own default is 30 s.
 SHUTDOWN_SECONDS = 10
+_PR_SET_PDEATHSIG = 1  # Source: prctl(2)
+_LIBC = ctypes.CDLL(None)
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 
 
@@ -92,7 +96,13 @@ def start(job: Job) -> "subprocess.Popen[bytes]":
             stderr=stderr,
             env=child_environment(variables(job), default_variables(job)),
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel for a TERM when the parent dies, even by KILL: no rank trains on unwatched."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def probe_cluster() -> Cluster:

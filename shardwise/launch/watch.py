@@ -198,4 +198,5 @@ class Hold:
 
 
 def _may_begin(line: str) -> bool:
-    return "Traceback (most recent call last)".startswith(line[:33]) or line.startswith("[rank")
+    """Whether the beginning of a line could become that of a traceback."""
+    return "Traceback (most recent call last)".startswith(line[:33]) or "[rank".startswith(line[:5])
