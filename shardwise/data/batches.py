@@ -16,8 +16,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from shardwise.data.loader import Ordered, auto_workers, seed_generators
+from shardwise.data.loader import Ordered, seed_generators
 from shardwise.data.order import Ints, Last
+from shardwise.data.workers import auto_workers
 from shardwise.errors import DataError, TrainingFailed
 
 Collate = Callable[[list[Any]], Any]

@@ -1,17 +1,14 @@
 """One engine that reads any ordered data: positions to samples to micro-batches, with workers or without."""
 
 import contextlib
-import multiprocessing
 import random
-import signal
-import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from shardwise.data.micros import MicroBatch, Micros
 from shardwise.data.order import (
@@ -27,7 +24,7 @@ from shardwise.data.order import (
     spans,
     steps_per_epoch,
 )
-from shardwise.environment import process_identity, usable_cpus
+from shardwise.data.workers import Failure, fetched_ahead
 from shardwise.errors import DataError, TrainingFailed
 
 
@@ -192,14 +189,6 @@ def _own_cells(step: Span, reading: Reading) -> tuple[Cell, ...]:
     return cells(step.first, step.samples, reading.rank, reading.ranks, reading.micro_batches, slots)
 
 
-class _Failure(NamedTuple):
-    """An error of a worker, as a value: torch would rebuild the exception from its text alone."""
-
-    what: str
-    why: str
-    fix: str
-
-
 class _Reader(Dataset[Any]):
     """From a cell to its batch: the same in this process and in a worker."""
 
@@ -224,79 +213,17 @@ class _Reader(Dataset[Any]):
         try:
             return self.read(cell)
         except TrainingFailed as error:
-            return _Failure(error.what, error.why, error.fix)
+            return Failure(error.what, error.why, error.fix)
 
 
 def _fetched(reader: _Reader, planned: Iterator[Cell]) -> Generator[Any, None, None]:
     """The batch of each cell in order, fetched here or ahead of time by workers."""
     if reader.data.workers:
-        yield from _from_workers(reader, planned)
+        yield from fetched_ahead(reader, planned, reader.data.workers, reader.data.worker_options)
     for cell in planned:
         with contextlib.nullcontext() if reader.data.deterministic else generators_kept():
             batch = reader.read(cell)
         yield batch
-
-
-def _from_workers(reader: _Reader, planned: Iterator[Cell]) -> Generator[Any, None, None]:
-    options = dict(reader.data.worker_options)
-    with warnings.catch_warnings():  # that workers exceed the cores is the user's explicit choice
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        torch_loader = DataLoader(
-            reader,
-            batch_size=None,
-            sampler=planned,
-            num_workers=reader.data.workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=_Begin(options.pop("worker_init_fn", None)),
-            generator=torch.Generator().manual_seed(0),  # or iter() would draw from the global generator
-            **options,
-        )
-    others = set(multiprocessing.active_children())
-    batches = iter(torch_loader)
-    started = [child for child in multiprocessing.active_children() if child not in others]
-    try:
-        for batch in _watched(batches):
-            if isinstance(batch, _Failure):
-                raise TrainingFailed(batch.what, why=batch.why, fix=batch.fix)
-            yield batch
-    finally:
-        # Private, and what dropping the last reference calls: an exception's traceback may hold one for long.
-        batches._shutdown_workers()  # type: ignore[attr-defined]
-        for worker in started:  # they ignore SIGTERM; what a dataset's own code still holds is ended here
-            if worker.is_alive():
-                worker.kill()
-            worker.join()
-
-
-def _watched(batches: Iterator[Any]) -> Iterator[Any]:
-    """What workers hand over. A dataset's own errors come as values: what raises here is the way to them."""
-    try:
-        yield from batches
-    except (RuntimeError, OSError, EOFError) as error:
-        if isinstance(error, RuntimeError) and "worker" not in str(error):
-            raise
-        raise TrainingFailed(
-            "A data worker was lost.",
-            why=str(error) or type(error).__name__,
-            fix="workers = 0 shows an error of the dataset itself; a killed worker is often short of memory",
-        ) from error
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-class _Begin:
-    """What a worker does first: signals are the main process's to handle, which closes its workers."""
-
-    def __init__(self, user: Callable[[int], None] | None) -> None:
-        self.user = user
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if self.user is not None:
-            self.user(worker)
 
 
 def seed_generators(seed: int) -> None:
@@ -316,10 +243,3 @@ def generators_kept() -> Iterator[None]:
         random.setstate(kept[0])
         np.random.set_state(kept[1])
         torch.default_generator.set_state(kept[2])
-
-
-def auto_workers(in_memory: bool) -> int:
-    """None for data in memory; else up to 4, with one core of this rank's share left for the training."""
-    if in_memory:
-        return 0
-    return max(0, min(4, usable_cpus() // process_identity().local_world - 1))

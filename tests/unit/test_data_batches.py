@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from shardwise.data import workers
 from shardwise.data.batches import Batches, as_data
-from shardwise.data.loader import auto_workers
 from shardwise.errors import DataError, TrainingFailed
 
 
@@ -88,7 +89,7 @@ def rows(batch: Any) -> list[Any]:
     )
 
 
-exact = settings(derandomize=True, deadline=None, max_examples=60)
+exact = settings(derandomize=True, deadline=None, max_examples=40)
 
 
 @exact
@@ -216,9 +217,24 @@ def test_a_killed_worker_is_an_error_and_leaves_no_other() -> None:
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_the_dataset_names_the_sample(workers: int) -> None:
-    loader = Batches(Broken(8), workers=workers, shuffle=False).loader(
+class Stuck(Numbers):
+    def __getitem__(self, at: int) -> int:
+        if at:
+            threading.Event().wait()
+        return at
+
+
+def test_a_worker_that_is_stuck_in_a_dataset_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "GRACE_SECONDS", 0.1)
+    loader = Batches(Stuck(9), workers=2, shuffle=False).loader(seed=0, global_batch=1, micro_batches=1)
+    next(loader)
+    loader.close()
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_error_of_the_dataset_names_the_sample(processes: int) -> None:
+    loader = Batches(Broken(8), workers=processes, shuffle=False).loader(
         seed=0, global_batch=2, micro_batches=1
     )
     with pytest.raises(TrainingFailed, match="Sample 5 of Broken raised ValueError: not an image") as caught:
@@ -312,5 +328,5 @@ def test_as_data_keeps_a_data_object_and_wraps_a_dataset() -> None:
 
 def test_data_in_memory_needs_no_workers() -> None:
     assert Batches(TensorDataset(torch.arange(4))).workers == 0
-    assert auto_workers(in_memory=True) == 0
-    assert 0 <= auto_workers(in_memory=False) <= 4
+    assert workers.auto_workers(in_memory=True) == 0
+    assert 0 <= workers.auto_workers(in_memory=False) <= 4

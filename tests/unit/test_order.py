@@ -53,7 +53,7 @@ def test_a_permutation_does_not_depend_on_how_it_is_asked() -> None:
 
 
 def test_every_order_of_a_few_samples_is_as_likely_as_any_other() -> None:
-    for n in (3, 4, 5):
+    for n in (4, 5):
         orders = list(itertools.permutations(range(n)))
         draws = 20 * len(orders)
         counts = dict.fromkeys(orders, 0)
