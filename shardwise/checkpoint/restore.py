@@ -83,6 +83,13 @@ def _check_parts(manifest: Manifest, subject: Subject) -> None:
     }
     asked |= {"data"} if subject.data is not None else set()
     saved = manifest.parts() - {"rng"}
+    single = sorted(set(manifest.state_by_rank) - {"rng"})
+    if single and manifest.world != ranks.world():
+        raise CheckpointError(
+            f"{_some(single)} was saved by each of {manifest.world} ranks for itself; {ranks.world()} resume.",
+            why="what differs between ranks has no meaning for another number of them",
+            fix=f"start {manifest.world} ranks; keep in state= and data= only what is the same on all ranks",
+        )
     _refuse_difference(
         "parts", saved, asked, fix="give the Checkpointer the same optimizer=, data= and state="
     )
