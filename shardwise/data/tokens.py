@@ -155,7 +155,8 @@ def as_batch(rows: NDArray[np.int64], extra: int) -> dict[str, torch.Tensor]:
     Shapes: [m, L+1] -> [m, L].
     """
     both = torch.from_numpy(rows)
-    tokens, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    # Copies: of a single row both would be views of one storage, and the labels' -100 would be read as tokens.
+    tokens, labels = both[:, :-1].clone(), both[:, 1:].clone()
     if extra:
         labels[-extra:] = IGNORED
     return {"tokens": tokens, "labels": labels}
