@@ -46,8 +46,6 @@ def train(asked: Asked) -> int:
         state = run_folder.open_run(recipe.run, recipe)
         if state.finished:
             return _say_finished(state, asked.as_json)
-        for change in state.changes:
-            print(f"changed: {change.key} was {change.before}, is {change.after}", file=sys.stderr)
     _prepare(recipe.data)
     if asked.fresh and (aside := run_folder.move_aside(recipe.run)) is not None:
         print(f"the run that was there is now {aside}", file=sys.stderr)

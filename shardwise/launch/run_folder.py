@@ -11,6 +11,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,8 +219,8 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def _step_of(checkpoint: Path) -> tuple[int, str]:
-    digits = "".join(character for character in checkpoint.name if character.isdigit())
-    return int(digits) if digits else 0, checkpoint.name
+    step = re.search(r"\d+", checkpoint.name)
+    return int(step.group()) if step else 0, checkpoint.name
 
 
 def _copy_checkpoint(source: Path, target: Path) -> None:

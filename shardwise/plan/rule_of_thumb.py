@@ -334,6 +334,8 @@ def _micro_batch(
     length = recipe.data.sequence_length
     if cluster.kind == "cpu":
         micro = max(1, min(each, CPU_TOKENS_PER_MICRO_BATCH // length))
+        if micro == each:
+            return each, f"micro-batch {each}: a rank's whole share, {each * length} tokens"
         return (
             micro,
             f"micro-batch of at most {micro}: about {CPU_TOKENS_PER_MICRO_BATCH} tokens a forward on a core",

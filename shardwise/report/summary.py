@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from shardwise.events.values import AnyEvent, Evaluated, Finished, Step
+from shardwise.events.values import AnyEvent, Evaluated, Finished, Saved, Step
 from shardwise.plan.plan import Plan
 from shardwise.units import format_count, format_seconds
 
@@ -27,8 +27,13 @@ def text(plan: Plan, events: Sequence[AnyEvent], run: str) -> str:
         lines += _speed(finished)
     lines.append(f"run        {run}")
     if finished is not None and finished.sample:
-        lines += ["sample", *(f"  | {line}" for line in finished.sample.splitlines())]
+        lines += ["sample", *(f"  | {line}" for line in printable(finished.sample).split("\n"))]
     return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """Text that cannot move the cursor: what is neither printable, a newline nor a tab is shown as a dot."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "\u00b7" for one in text)
 
 
 def _held_out(events: Sequence[AnyEvent]) -> list[str]:
@@ -58,6 +63,7 @@ def last_line(events: Sequence[AnyEvent], run: str, exit_code: int) -> str:
     finished = _finished(events)
     evaluations = [event for event in events if isinstance(event, Evaluated)]
     steps = [event for event in events if isinstance(event, Step)]
+    saved = [event for event in events if isinstance(event, Saved)]
     first, last = _losses(events)
     line = {
         "run": run,
@@ -71,7 +77,7 @@ def last_line(events: Sequence[AnyEvent], run: str, exit_code: int) -> str:
         ),
         "tokens_per_second": _number(finished.tokens_per_second if finished else None),
         "mfu": _number(steps[-1].mfu if steps else None),
-        "checkpoint": finished.checkpoint if finished else None,
+        "checkpoint": saved[-1].path if saved else finished.checkpoint if finished else None,
     }
     return json.dumps(line)
 

@@ -141,7 +141,7 @@ def test_starting_over_moves_the_old_run_aside_and_deletes_nothing(folder: Path)
 
 
 def committed(folder: Path, step: int) -> Path:
-    path = folder / "checkpoints" / f"step-{step:08d}"
+    path = folder / "checkpoints" / f"step-{step:08d}-{99 - step}aa06-83687d02-0"
     path.mkdir(parents=True)
     (path / "rank-0.safetensors").write_bytes(b"weights")
     (path / "manifest.json").write_text("{}")

@@ -184,6 +184,10 @@ def test_the_last_line_is_json_with_the_held_out_loss() -> None:
     assert (value["step"], value["finished"], value["exit_code"]) == (600, True, 0)
 
 
+def test_a_sample_cannot_move_the_cursor() -> None:
+    assert summary.printable("a\x1b[2Jb\r\bé\n\tc\u2028") == "a·[2Jb··é\n\tc·"
+
+
 def test_a_run_that_told_nothing_still_ends_with_json() -> None:
     value = json.loads(summary.last_line([], "runs/test", 1))
     assert value["valid_loss"] is None and value["step"] is None and value["finished"] is False
