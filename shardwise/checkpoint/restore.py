@@ -86,7 +86,7 @@ def _check_parts(manifest: Manifest, subject: Subject) -> None:
     single = sorted(set(manifest.state_by_rank) - {"rng"})
     if single and manifest.world != ranks.world():
         raise CheckpointError(
-            f"{_some(single)} was saved by each of {manifest.world} ranks for itself; {ranks.world()} resume.",
+            f"{_some(single)} was saved by {manifest.world} ranks, each for itself; {ranks.world()} resume.",
             why="what differs between ranks has no meaning for another number of them",
             fix=f"start {manifest.world} ranks; keep in state= and data= only what is the same on all ranks",
         )

@@ -165,6 +165,20 @@ def test_every_flipped_byte_and_every_cut_of_a_file_is_refused() -> None:
         verify_file(store, "s", written.file)
 
 
+def test_a_chunk_is_checked_again_by_the_rank_that_uses_it() -> None:
+    tensor = torch.arange(6.0)
+    store = MemoryStore()
+    content = Content("t", "F32", (6,), whole((6,)), lambda: to_bytes(tensor))
+    (chunk,) = write_file(store, "s", "f", [content]).tensors[0].chunks
+    for position in range(chunk.start, chunk.start + chunk.bytes):
+        flipped = bytearray(store.values["s/f"])
+        flipped[position] ^= 0x80
+        other = MemoryStore()
+        other.values["s/f"] = bytes(flipped)
+        with pytest.raises(Damaged):
+            read_chunk(other, "s", chunk)
+
+
 def test_nothing_here_reads_or_writes_a_pickle() -> None:
     banned = (
         "pickle",
