@@ -160,6 +160,10 @@ class Decoder(nn.Module):
         A value depends on (seed, canonical name, index) alone: the same bits for every mesh.
         """
         seed = torch.initial_seed() if seed is None else seed
+        if self.arch.tied_embeddings and self.lm_head.weight is not self.embed_tokens.weight:
+            self.lm_head.weight = (
+                self.embed_tokens.weight
+            )  # torch's to_empty() gives each name its own storage
         for name, parameter in self.named_parameters():
             std = _initial_std(canonical(name), self.arch.num_layers)
             if std == 0:

@@ -36,8 +36,11 @@ def onednn_is_faster() -> bool:
 
     Read from the machine, never measured: the choice decides bits, so it must be the same on every start.
     """
-    has_operator = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return has_operator and "AuthenticAMD" in _cpu_description()
+    return _has_operator() and "AuthenticAMD" in _cpu_description()
+
+
+def _has_operator() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _cpu_description() -> str:
@@ -62,8 +65,8 @@ def _onednn_serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` by oneDNN. Shapes: [..., k], [n, k] -> [..., n]."""
     y = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, None, "none", [], "")
-    # As torch's own linear does: a plain view would count as one, and FSDP warns of modules that return views.
-    return torch._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # [tokens, n] -> [..., n]
+    # As torch's own linear does it: a plain view stays known as one, and FSDP warns of those.
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # [tokens, n] -> [..., n]
 
 
 class _OneDnnLinear(torch.autograd.Function):

@@ -99,7 +99,8 @@ def _run(probe: nn.Module, loss_fn: Any, inputs_fn: Any, batch: Any, dtype: torc
     value = loss_fn(probe(*args, **kwargs), batch)
     losses = value if isinstance(value, Mapping) else {"loss": value}
     sum(getattr(loss, "total", loss) for loss in losses.values()).backward()
-    totals = {f"the total of {name}": float(getattr(loss, "total", loss)) for name, loss in losses.items()}
+    sums = {name: torch.as_tensor(getattr(loss, "total", loss)).detach() for name, loss in losses.items()}
+    totals = {f"the total of {name}": float(total) for name, total in sums.items()}
     totals |= {f"the count of {name}": float(getattr(loss, "count", 0)) for name, loss in losses.items()}
     for name, buffer in probe.named_buffers():
         buffer.copy_(buffers[name])
