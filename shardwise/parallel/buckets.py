@@ -59,7 +59,13 @@ def assign(parameters: list[nn.Parameter], cap_bytes: int) -> list[list[nn.Param
 class BucketedDataParallel:
     """Sums gradients over the ranks of a module whose parameters are equal on all of them."""
 
-    def __init__(self, module: nn.Module, *, cap_bytes: int = DEFAULT_CAP_BYTES, communicate: Communicate = sum_over_ranks):
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        cap_bytes: int = DEFAULT_CAP_BYTES,
+        communicate: Communicate = sum_over_ranks,
+    ):
         self.communicate = communicate
         self.last_micro_batch = True
         self.works: list[dist.Work | None] = []

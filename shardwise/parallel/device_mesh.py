@@ -12,5 +12,7 @@ def build(shape: MeshShape) -> DeviceMesh | None:
     if not axes:
         return None
     return init_device_mesh(
-        ranks.device_kind(), tuple(degree for _, degree in axes), mesh_dim_names=tuple(name for name, _ in axes)
+        ranks.device_kind(),
+        tuple(degree for _, degree in axes),
+        mesh_dim_names=tuple(name for name, _ in axes),
     )

@@ -18,7 +18,9 @@ from shardwise.plan.plan import Plan
 class Parallel:
     """What the step needs to know of a parallelized module."""
 
-    def __init__(self, plan: Plan, module: nn.Module, gradients: data_parallel.GradientSum, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, module: nn.Module, gradients: data_parallel.GradientSum, device: torch.device
+    ) -> None:
         self.plan = plan
         self.gradients = gradients
         self.device = device
@@ -32,7 +34,11 @@ _parallel: weakref.WeakKeyDictionary[nn.Module, Parallel] = weakref.WeakKeyDicti
 
 
 def parallelize(
-    module: nn.Module, plan: Plan, *, blocks: str = "auto", initialize: Callable[[nn.Module], None] | None = None
+    module: nn.Module,
+    plan: Plan,
+    *,
+    blocks: str = "auto",
+    initialize: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Make `module` obey `plan`, in place, and return it.
 
@@ -45,7 +51,11 @@ def parallelize(
         raise ModelError("This module is parallelized already.", fix="call parallelize once a module")
     check.require(plan, ranks.world())
     decision, recipe = plan.decision, plan.recipe
-    device = torch.device(ranks.device_kind(), torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device(ranks.device_kind(), torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     mesh = device_mesh.build(decision.mesh)
     ties = inspect.ties(module)
 
@@ -64,7 +74,9 @@ def parallelize(
     # 4. Data parallel.
     gradients: data_parallel.GradientSum
     if decision.zero == 3 and mesh is not None:
-        gradients = data_parallel.full_shard(module, units, fp32_modules, mesh=mesh, compute=decision.precision)
+        gradients = data_parallel.full_shard(
+            module, units, fp32_modules, mesh=mesh, compute=decision.precision
+        )
         if initialize is not None:
             module.to_empty(device=device)
             initialize(module)
@@ -78,7 +90,9 @@ def parallelize(
         if precision.is_mixed(decision.precision):
             precision.apply_compute_copies(module, units, fp32_modules, decision.precision)
         gradients = (
-            data_parallel.replicated(module, decision.bucket_cap_mb) if mesh is not None else data_parallel.SingleProcess()
+            data_parallel.replicated(module, decision.bucket_cap_mb)
+            if mesh is not None
+            else data_parallel.SingleProcess()
         )
     if precision.is_mixed(decision.precision):
         precision.cast_outputs(module)
@@ -124,6 +138,7 @@ def parallel_of(module: nn.Module) -> Parallel:
     """Raises: BadInput for a module that `parallelize` never saw."""
     if module not in _parallel:
         raise BadInput(
-            f"{type(module).__name__} is not parallelized.", fix="call model = sw.parallelize(model, plan) first"
+            f"{type(module).__name__} is not parallelized.",
+            fix="call model = sw.parallelize(model, plan) first",
         )
     return _parallel[module]

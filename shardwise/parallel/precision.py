@@ -65,7 +65,8 @@ def select_fp32_modules(module: nn.Module, names: Iterable[str]) -> list[nn.Modu
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast every floating tensor in a nested value; the rest stands as it is."""
     return pytree.tree_map(
-        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, value
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+        value,
     )
 
 
@@ -81,7 +82,13 @@ class ComputeCopies:
     micro-batches are added up.
     """
 
-    def __init__(self, unit: nn.Module, skip: set[nn.Module], param_dtype: torch.dtype, output_dtype: torch.dtype | None):
+    def __init__(
+        self,
+        unit: nn.Module,
+        skip: set[nn.Module],
+        param_dtype: torch.dtype,
+        output_dtype: torch.dtype | None,
+    ):
         self.owners = [owner for owner in _owned_modules(unit, skip) if owner._parameters]
         self.param_dtype = param_dtype
         self.output_dtype = output_dtype
@@ -94,7 +101,11 @@ class ComputeCopies:
         copies: dict[nn.Parameter, torch.Tensor] = {}
         for owner in self.owners:
             for name, parameter in owner._parameters.items():
-                if parameter is None or not parameter.is_floating_point() or not isinstance(parameter, nn.Parameter):
+                if (
+                    parameter is None
+                    or not parameter.is_floating_point()
+                    or not isinstance(parameter, nn.Parameter)
+                ):
                     continue
                 if parameter not in copies:
                     copies[parameter] = parameter.to(self.param_dtype)

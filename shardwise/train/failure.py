@@ -58,7 +58,9 @@ def first_failure(where: Where) -> Failed | None:
         from_line(path.read_bytes())
         for path in (where.folder / "events").glob(f"failed-attempt-{where.attempt:03d}-rank-*.json")
     )
-    return min((one for one in found if isinstance(one, Failed)), key=lambda failed: failed.time, default=None)
+    return min(
+        (one for one in found if isinstance(one, Failed)), key=lambda failed: failed.time, default=None
+    )
 
 
 def install(on_failure: Callable[[], None] = lambda: None) -> None:
@@ -78,11 +80,17 @@ def end_with(error: BaseException) -> None:
     earlier = first_failure(WHERE)
     failed = record(error)
     if earlier is not None and earlier.rank != failed.rank:
-        print(f"rank {failed.rank}: ended at step {failed.step} after rank {earlier.rank} failed", file=sys.stderr)
+        print(
+            f"rank {failed.rank}: ended at step {failed.step} after rank {earlier.rank} failed",
+            file=sys.stderr,
+        )
     elif isinstance(error, ShardwiseError):
         print(f"rank {failed.rank}, step {failed.step}: {error}", file=sys.stderr)
     else:
-        print(f"{failed.traceback}rank {failed.rank} failed at step {failed.step} ({failed.phase})", file=sys.stderr)
+        print(
+            f"{failed.traceback}rank {failed.rank} failed at step {failed.step} ({failed.phase})",
+            file=sys.stderr,
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(failed.exit_code)

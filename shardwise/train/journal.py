@@ -42,12 +42,20 @@ class Journal:
     def started(self, pids: list[int], device: str, step: int, changes: tuple[Change, ...]) -> None:
         self.events.emit(
             happened.RunStarted(
-                run=str(self.opened.folder), attempt=self.opened.attempt, world=ranks.world(), pids=tuple(pids),
-                device=device, plan=summary(self.plan), step=step, steps=self.total,
+                run=str(self.opened.folder),
+                attempt=self.opened.attempt,
+                world=ranks.world(),
+                pids=tuple(pids),
+                device=device,
+                plan=summary(self.plan),
+                step=step,
+                steps=self.total,
             )  # fmt: skip
         )
         for change in changes:
-            self.events.emit(happened.SettingsChanged(key=change.key, before=change.before, after=change.after))
+            self.events.emit(
+                happened.SettingsChanged(key=change.key, before=change.before, after=change.after)
+            )
 
     def fallback(self, what: str, why: str) -> None:
         self.events.emit(happened.Fallback(what=what, why=why))
@@ -66,9 +74,18 @@ class Journal:
         speed = sum(t for t, _ in self.recent) / recent_seconds if tokens is not None else None
         self.events.emit(
             happened.Step(
-                step=number, steps=self.total, loss=loss, grad_norm=grad_norm, lr=lr, samples=position, tokens=tokens,
-                step_seconds=seconds, tokens_per_second=speed, mfu=self._mfu(speed),
-                eta_seconds=(self.total - number) * recent_seconds / len(self.recent), metrics=metrics,
+                step=number,
+                steps=self.total,
+                loss=loss,
+                grad_norm=grad_norm,
+                lr=lr,
+                samples=position,
+                tokens=tokens,
+                step_seconds=seconds,
+                tokens_per_second=speed,
+                mfu=self._mfu(speed),
+                eta_seconds=(self.total - number) * recent_seconds / len(self.recent),
+                metrics=metrics,
             )  # fmt: skip
         )
 
@@ -84,7 +101,11 @@ class Journal:
         self.valid_loss = result.loss
         self.events.emit(
             happened.Evaluated(
-                step=number, loss=result.loss, count=result.count, metrics=dict(result.metrics), seconds=seconds
+                step=number,
+                loss=result.loss,
+                count=result.count,
+                metrics=dict(result.metrics),
+                seconds=seconds,
             )
         )
 
@@ -99,9 +120,15 @@ class Journal:
         speed = self.tokens / self.seconds if self.tokens and self.seconds else None
         self.events.emit(
             happened.Finished(
-                step=number, samples=self.samples, tokens=self.tokens or None, seconds=time.perf_counter() - self.began,
-                first_loss=self.first_loss, last_loss=self.last_loss, valid_loss=self.valid_loss,
-                tokens_per_second=speed, sample=sample,
+                step=number,
+                samples=self.samples,
+                tokens=self.tokens or None,
+                seconds=time.perf_counter() - self.began,
+                first_loss=self.first_loss,
+                last_loss=self.last_loss,
+                valid_loss=self.valid_loss,
+                tokens_per_second=speed,
+                sample=sample,
             )  # fmt: skip
         )
 

@@ -39,7 +39,8 @@ def named(value: object) -> dict[str, Loss]:
         for name, loss in value.items():
             if not isinstance(loss.total, torch.Tensor) or loss.total.numel() != 1:
                 raise LossError(
-                    f"The total of {name!r} is not a scalar tensor.", fix="return sw.Loss(per_item.sum(), per_item.numel())"
+                    f"The total of {name!r} is not a scalar tensor.",
+                    fix="return sw.Loss(per_item.sum(), per_item.numel())",
                 )
         return dict(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -49,7 +50,8 @@ def named(value: object) -> dict[str, Loss]:
             fix="return sw.Loss(total, count), or wrap the function: loss=sw.mean_per_sample(fn) if it averages over samples",
         )
     raise LossError(
-        f"The loss function returned {type(value).__name__}.", fix="return sw.Loss(total, count), or {name: sw.Loss}"
+        f"The loss function returned {type(value).__name__}.",
+        fix="return sw.Loss(total, count), or {name: sw.Loss}",
     )
 
 
@@ -69,4 +71,6 @@ def batch_size(batch: Any) -> int:
     for leaf in torch.utils._pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
             return int(leaf.shape[0])
-    raise LossError("The batch holds no tensor with a leading dim.", fix="return sw.Loss(total, count) from the loss")
+    raise LossError(
+        "The batch holds no tensor with a leading dim.", fix="return sw.Loss(total, count) from the loss"
+    )

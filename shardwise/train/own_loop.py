@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise import ranks
+from shardwise.data.batches import as_data
 from shardwise.data.micros import Micros
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.recipe import PlanRequest
@@ -41,7 +42,11 @@ def init(
     keys = {
         "run": "",
         "seed": seed,
-        "model": {"given": "own loop", "unused_parameters": unused_parameters, "mixes_samples": mixes_samples},
+        "model": {
+            "given": "own loop",
+            "unused_parameters": unused_parameters,
+            "mixes_samples": mixes_samples,
+        },
         "data": {"given": "own loop"},
         "batch": {"global_batch": global_batch or ranks.world(), "micro_batch": micro_batch},
         "train": {"precision": precision, "plan": msgspec.to_builtins(plan)},
@@ -58,12 +63,16 @@ def init(
 
 def build_optimizer(module: nn.Module, factory: Any) -> torch.optim.Optimizer:
     """`factory(module)` on the split parameters, checked. Raises: ModelError."""
-    optimizer = factory(module) if not isinstance(factory, recipes.OptimizerSpec) else optimizers.build(factory, module)
+    optimizer = (
+        factory(module)
+        if not isinstance(factory, recipes.OptimizerSpec)
+        else optimizers.build(factory, module)
+    )
     setup.require_optimizer(optimizer, module, parallel_of(module).plan.decision.zero)
     return optimizer
 
 
-class batches:  # noqa: N801 (used as a verb: for micros in sw.batches(...))
+class batches:
     """This rank's micro-batches, step by step, in the one global order; resumes through a Checkpointer's `data=`.
 
     `plan` says how large the global batch is and how it is cut; `epochs` None never ends.
@@ -71,7 +80,7 @@ class batches:  # noqa: N801 (used as a verb: for micros in sw.batches(...))
 
     def __init__(self, data: Any, plan: Plan, *, epochs: int | None = None) -> None:
         decision = plan.decision
-        self.loader = setup.as_data(data, "data").loader(
+        self.loader = as_data(data).loader(
             seed=plan.recipe.seed,
             global_batch=decision.global_batch,
             micro_batches=decision.accumulation,

@@ -3,21 +3,17 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwise import ranks
 from shardwise.data import mixture
-from shardwise.data.batches import Batches
-from shardwise.data.loader import Ordered
-from shardwise.data.stream import Stream
-from shardwise.errors import DataError, ModelError, RecipeError
+from shardwise.errors import ModelError, RecipeError
 from shardwise.inputs import arch as archs
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import Arch
@@ -85,13 +81,15 @@ class Settings:
     def _batch(self) -> dict[str, int]:
         if (self.global_batch is None) == (self.tokens_per_step is None):
             raise RecipeError(
-                "The Trainer needs exactly one of global_batch and tokens_per_step.", fix="global_batch=256 (samples)"
+                "The Trainer needs exactly one of global_batch and tokens_per_step.",
+                fix="global_batch=256 (samples)",
             )
         if self.global_batch is not None:
             return {"global_batch": self.global_batch}
         if self.tokens_per_sample is None or self.tokens_per_step is None:
             raise RecipeError(
-                "tokens_per_step needs data whose samples have one length.", fix="give global_batch (samples) instead"
+                "tokens_per_step needs data whose samples have one length.",
+                fix="give global_batch (samples) instead",
             )
         samples, rest = divmod(self.tokens_per_step, self.tokens_per_sample)
         if rest or not samples:
@@ -108,7 +106,11 @@ def _plan_keys(plan: str | PlanRequest | Mapping[str, Any] | Plan) -> Any:
 
 def describe(value: Any) -> str:
     """A name for a callable or an object, for the record in the plan."""
-    named = value if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__") else type(value)
+    named = (
+        value
+        if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__"))
+        else type(value)
+    )
     return f"{named.__module__}.{named.__qualname__}"
 
 
@@ -120,19 +122,6 @@ def run_name(run: str | Path | None) -> str:
     return f"runs/{script or 'run'}"
 
 
-def as_data(data: Any, key: str) -> Any:
-    """Data that the loop can read: ours as it is, a Dataset or DataLoader as Batches. Raises: DataError."""
-    if isinstance(data, Ordered | Stream):
-        return data
-    if isinstance(data, IterableDataset):
-        raise DataError(f"{key} is an IterableDataset.", fix=f"{key}=sw.Stream(factory), factory(shard, shards) -> iterable")
-    if isinstance(data, Dataset | DataLoader | Sequence):
-        return Batches(data)
-    raise DataError(
-        f"{key} is {type(data).__name__}.", fix=f"{key}=sw.Batches(dataset), sw.TokenData(text=[...]) or sw.Stream(factory)"
-    )
-
-
 def build_model(model: Any, recipe: Recipe) -> tuple[nn.Module, Initialize | None]:
     """The module, and how to fill its shards where it was built without memory. Raises: ModelError."""
     if isinstance(model, Arch):
@@ -140,7 +129,9 @@ def build_model(model: Any, recipe: Recipe) -> tuple[nn.Module, Initialize | Non
             decoder = Decoder(model)
         return decoder, lambda module: initialize_decoder(module, recipe.seed)
     if isinstance(model, str):
-        raise ModelError(f"model = {model!r} cannot be loaded yet.", fix="give a function that builds the module")
+        raise ModelError(
+            f"model = {model!r} cannot be loaded yet.", fix="give a function that builds the module"
+        )
     return materialize.build(model, recipe.seed), None
 
 
@@ -159,7 +150,9 @@ def recipe_arch(recipe: Recipe, kind: str) -> Arch:
         return archs.preset(name)
     if model.config is not None:
         return archs.from_config_json(model.config)
-    raise ModelError("This recipe's model cannot be built yet.", fix="use model.preset, model.config or model.factory")
+    raise ModelError(
+        "This recipe's model cannot be built yet.", fix="use model.preset, model.config or model.factory"
+    )
 
 
 def recipe_data(recipe: Recipe) -> tuple[Any, Any]:
@@ -204,7 +197,11 @@ def require_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, zero:
 
 def with_end(recipe: Recipe, steps: int | None, epochs: int | None, tokens: float | None) -> Recipe:
     """The recipe with run()'s own end, if it was given one. Raises: RecipeError unless there is exactly one."""
-    given = {name: value for name, value in (("steps", steps), ("epochs", epochs), ("tokens", tokens)) if value is not None}
+    given = {
+        name: value
+        for name, value in (("steps", steps), ("epochs", epochs), ("tokens", tokens))
+        if value is not None
+    }
     if given:
         ends = {"steps": None, "epochs": None, "tokens": None, **given}
         if tokens is not None:
@@ -213,7 +210,8 @@ def with_end(recipe: Recipe, steps: int | None, epochs: int | None, tokens: floa
     ends_set = [name for name in ("steps", "epochs", "tokens") if getattr(recipe.train, name) is not None]
     if len(ends_set) != 1:
         raise RecipeError(
-            f"The run has {len(ends_set)} ends: {', '.join(ends_set) or 'none'}.", fix="run(steps=10_000), or epochs=, or tokens="
+            f"The run has {len(ends_set)} ends: {', '.join(ends_set) or 'none'}.",
+            fix="run(steps=10_000), or epochs=, or tokens=",
         )
     return recipe
 

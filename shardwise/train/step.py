@@ -129,12 +129,16 @@ def accumulate(parallel: Parallel, work: Work) -> LocalSums:
         if len(losses) > 1 and not divisors:
             divisors = _global_counts(parallel, work, sums)
         objective: torch.Tensor = sum(
-            loss.total * (loss.weight * micro.weight / divisors.get(name, 1.0)) for name, loss in losses.items()
+            loss.total * (loss.weight * micro.weight / divisors.get(name, 1.0))
+            for name, loss in losses.items()
         )  # type: ignore[assignment]
         parallel.gradients.last_micro_batch = index == len(work.micros) - 1
         work.phase = "backward"
         if not objective.requires_grad:
-            raise LossError("The loss does not depend on any trainable parameter.", fix="compute it from the model's outputs")
+            raise LossError(
+                "The loss does not depend on any trainable parameter.",
+                fix="compute it from the model's outputs",
+            )
         (objective * work.scale if work.scale != 1.0 else objective).backward()
     work.phase = "gradient reduction"
     _every_parameter_has_a_gradient(parallel)
@@ -146,7 +150,9 @@ def _forward(parallel: Parallel, work: Work, index: int) -> dict[str, Loss]:
     work.phase = "forward"
     batch = to_device(work.micros[index].batch, parallel.device)
     # Dropout is a function of the position alone, so that a resumed run draws what an unbroken one would have.
-    torch.manual_seed(seed_of(parallel.plan.recipe.seed, "micro-batch", work.step, parallel.data_coord, index))
+    torch.manual_seed(
+        seed_of(parallel.plan.recipe.seed, "micro-batch", work.step, parallel.data_coord, index)
+    )
     args, kwargs = work.inputs(batch)
     return named(work.loss(work.module(*args, **kwargs), batch))
 
@@ -253,7 +259,12 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
 
 
 def forward_backward(
-    module: nn.Module, micros: Iterable[MicroBatch] | Any, loss: LossFunction, *, inputs: Inputs | str = "auto", step: int = 0
+    module: nn.Module,
+    micros: Iterable[MicroBatch] | Any,
+    loss: LossFunction,
+    *,
+    inputs: Inputs | str = "auto",
+    step: int = 0,
 ) -> StepLoss:
     """One step's forward and backward in an own loop: afterwards every `.grad` is the global batch's average.
 

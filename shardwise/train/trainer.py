@@ -14,8 +14,16 @@ from torch import nn
 
 from shardwise import ranks
 from shardwise.checkpoint.checkpointer import Checkpointer
+from shardwise.data.batches import as_data
 from shardwise.data.micros import Micros
-from shardwise.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, NonFinite, ShardwiseError, TrainingFailed
+from shardwise.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    NonFinite,
+    ShardwiseError,
+    TrainingFailed,
+)
 from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe
 from shardwise.launch.run_folder import RunState
 from shardwise.optimizer import build as optimizers
@@ -23,6 +31,7 @@ from shardwise.optimizer.schedules import Schedule
 from shardwise.parallel.parallelize import parallel_of, parallelize, refuse_mixing
 from shardwise.plan.plan import Plan
 from shardwise.profiling import probe
+from shardwise.resilience.leaving import in_order
 from shardwise.resilience.signals import StopSignals
 from shardwise.train import failure, opening, setup
 from shardwise.train.additive import require_additive
@@ -105,8 +114,8 @@ class Trainer:
         WHERE.phase = "setup"
         failure.install()
         self.device = ranks.start()
-        self.data = setup.as_data(data, "data")
-        self.valid = None if valid is None else setup.as_data(valid, "valid")
+        self.data = as_data(data)
+        self.valid = None if valid is None else as_data(valid)
         settings = setup.Settings(
             model=setup.describe(model), data=setup.describe(data), blocks=blocks, global_batch=global_batch,
             tokens_per_step=tokens_per_step, tokens_per_sample=getattr(self.data, "tokens_per_sample", None),
@@ -191,9 +200,10 @@ class Trainer:
                     break
             self._finish(total)
         except GeneratorExit:
-            # `break` in the caller's loop: what was trained is kept.
-            self._save("left the loop")
-            self.journal.stopped(self.number, "user", EXIT_DONE)
+            # `break` in the caller's loop keeps what was trained; after an exception the other ranks are not here.
+            if in_order(__file__):
+                self._save("left the loop")
+                self.journal.stopped(self.number, "user", EXIT_DONE)
             raise
         except ShardwiseError:
             raise
@@ -216,7 +226,11 @@ class Trainer:
         finally:
             WHERE.phase = work.phase
         gradients = local_gradients(self.parallel)
-        flags = [bool(self._stop_reason), signals.received == signal.SIGINT, signals.received == signal.SIGTERM]
+        flags = [
+            bool(self._stop_reason),
+            signals.received == signal.SIGINT,
+            signals.received == signal.SIGTERM,
+        ]
         outcome, extra = agree(sums, [squares(self.parallel, gradients), *map(float, flags)], self.device)
         self._agreed = tuple(count > 0 for count in extra[1:])
         if self._agreed[0]:
@@ -250,7 +264,8 @@ class Trainer:
     def _skip(self, outcome: StepLoss, norm: float, number: int) -> None:
         if self.scaler.enabled and outcome.finite:
             self.journal.fallback(
-                f"step {number} was skipped: fp16 gradients overflowed", f"the loss scale is now {self.scaler.scale:g}"
+                f"step {number} was skipped: fp16 gradients overflowed",
+                f"the loss scale is now {self.scaler.scale:g}",
             )
             return
         self.non_finite_in_a_row += 1
@@ -313,7 +328,9 @@ class Trainer:
         )
         self.number = self.checkpointer.resume()
         WHERE.step = self.number
-        self.journal.started(ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes)
+        self.journal.started(
+            ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes
+        )
         if self.not_probed:
             self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
 
@@ -335,9 +352,11 @@ class Trainer:
     def evaluate(self, data: Any = None) -> Evaluation:
         """The loss and metrics over all of `data` (default: `valid`), the same on every rank. Collective."""
         WHERE.phase = "evaluate"
-        chosen = self.valid if data is None else setup.as_data(data, "valid")
+        chosen = self.valid if data is None else as_data(data)
         if chosen is None:
-            raise TrainingFailed("There is nothing to evaluate on.", fix="give the Trainer valid=, or evaluate(data)")
+            raise TrainingFailed(
+                "There is nothing to evaluate on.", fix="give the Trainer valid=, or evaluate(data)"
+            )
         started = time.perf_counter()
         result = evaluate(self.model, self.parallel, chosen, self.loss, self.inputs)
         self.journal.evaluated(self.number, result, time.perf_counter() - started)
@@ -350,4 +369,3 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """End the run after this step. One rank is enough: the ranks agree in the next step, which is then dropped."""
         self._stop_reason = reason
-

@@ -127,7 +127,12 @@ def non_finite(folder: str, bad: list[int], steps: int) -> dict[str, Any]:
         error = f"{type(raised).__name__}: {raised.what}"
     events = sorted(Path(folder, "events").glob("attempt-*.jsonl"))
     text = events[-1].read_text() if events else ""
-    return {"applied": applied, "digests": digests, "error": error, "told": text.count('"event":"non_finite_loss"')}
+    return {
+        "applied": applied,
+        "digests": digests,
+        "error": error,
+        "told": text.count('"event":"non_finite_loss"'),
+    }
 
 
 def refused(folder: str, case: str, **settings: Any) -> str:
@@ -144,7 +149,9 @@ def refused(folder: str, case: str, **settings: Any) -> str:
 def contrastive(outputs: torch.Tensor, batch: Any) -> sw.Loss:
     """Each sample is told from the others of its micro-batch."""
     scores = outputs @ batch[1].T
-    return sw.Loss(nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores))
+    return sw.Loss(
+        nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores)
+    )
 
 
 class Router(nn.Module):
@@ -221,7 +228,9 @@ def named_losses(out: str, *, zero: int, accumulation: int) -> dict[str, Any]:
 
 def evaluated(folder: str, *, zero: int) -> dict[str, Any]:
     """Evaluation after a step, and that it leaves the training as it was."""
-    trainer = trainer_of(folder, model=lambda: nn.Linear(6, 1), plan={"zero": zero}, valid=sw.Batches(Fixed(), workers=0))
+    trainer = trainer_of(
+        folder, model=lambda: nn.Linear(6, 1), plan={"zero": zero}, valid=sw.Batches(Fixed(), workers=0)
+    )
     results = []
     for step in trainer.run(steps=3):
         results.append([step.loss, trainer.evaluate().loss, trainer.model.training])

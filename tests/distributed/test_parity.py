@@ -17,12 +17,18 @@ CASES = [(1, 0, 1), (1, 0, 3), (2, 0, 1), (2, 3, 2), (3, 0, 2), (3, 3, 1), (4, 0
 
 @cache
 def reference(tied: bool, precision: str, optimizer: str) -> dict[str, Any]:
-    return work.reference(steps=STEPS, shape={"tied_embeddings": tied}, precision=precision, optimizer=optimizer)
+    return work.reference(
+        steps=STEPS, shape={"tied_embeddings": tied}, precision=precision, optimizer=optimizer
+    )
 
 
-def trained(pool: Pool, folder: Path, world: int, **arguments: Any) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+def trained(
+    pool: Pool, folder: Path, world: int, **arguments: Any
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     out = folder / "tensors.npz"
-    results = pool.run(world, "tests.distributed.work:train", out=str(out), world=world, steps=STEPS, **arguments)
+    results = pool.run(
+        world, "tests.distributed.work:train", out=str(out), world=world, steps=STEPS, **arguments
+    )
     with np.load(out) as saved:
         return results, dict(saved)
 

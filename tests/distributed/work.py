@@ -85,7 +85,9 @@ def train(
 ) -> dict[str, Any]:  # fmt: skip
     """Train the small decoder; losses and norms are returned, gradients of step 1 and last parameters go to `out`.npz."""
     ranks.start()
-    made = plan(world, zero=zero, global_batch=global_batch, accumulation=accumulation, precision=precision, **more)
+    made = plan(
+        world, zero=zero, global_batch=global_batch, accumulation=accumulation, precision=precision, **more
+    )
     with torch.device("meta"):
         module: nn.Module = Decoder(arch(**(shape or {})))
     if precision == "fp64":
