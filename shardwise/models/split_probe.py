@@ -101,11 +101,15 @@ def _run(probe: nn.Module, loss_fn: Any, inputs_fn: Any, batch: Any, dtype: torc
     sum(getattr(loss, "total", loss) for loss in losses.values()).backward()
     sums = {name: torch.as_tensor(getattr(loss, "total", loss)).detach() for name, loss in losses.items()}
     totals = {f"the total of {name}": float(total) for name, total in sums.items()}
-    totals |= {f"the count of {name}": float(getattr(loss, "count", 0)) for name, loss in losses.items()}
+    totals |= {f"the count of {name}": _number(getattr(loss, "count", 0)) for name, loss in losses.items()}
     for name, buffer in probe.named_buffers():
         buffer.copy_(buffers[name])
     gradients = {name: p.grad.double() for name, p in probe.named_parameters() if p.grad is not None}
     return _Sums(totals, gradients)
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def _as(leaf: Any, dtype: torch.dtype) -> Any:
