@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 
 class BatchNormOverRanks(nn.Module):
@@ -18,6 +17,12 @@ class BatchNormOverRanks(nn.Module):
     training.
     Shapes: [N, C, ...] -> the same; N may differ by rank.
     """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
 
     def __init__(self, replaced: nn.modules.batchnorm._BatchNorm) -> None:
         super().__init__()
@@ -30,14 +35,15 @@ class BatchNormOverRanks(nn.Module):
         self.training = replaced.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training and self.running_mean is not None:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        if self.training or self.running_mean is None or self.running_var is None:
+            mean, variance, count = _moments(x)
+            if self.training and self.running_mean is not None:
+                self._track(mean.detach(), variance.detach(), count)
+        else:
+            mean, variance = self.running_mean, self.running_var
         shape = (1, self.num_features, *([1] * (x.ndim - 2)))
-        mean, variance, count = _moments(x)
-        if self.training and self.running_mean is not None:
-            self._track(mean.detach(), variance.detach(), count)
         y = (x - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)  # [C] -> [1, C, 1, ...]
-        if self.weight is not None:
+        if self.weight is not None and self.bias is not None:
             y = y * self.weight.view(shape) + self.bias.view(shape)
         return y.to(x.dtype)
 

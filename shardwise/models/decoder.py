@@ -31,6 +31,9 @@ class RotaryTables(nn.Module):
     `forward(length)` returns both as [length, 1, head_dim]: ready to multiply [B, S, heads, head_dim].
     """
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, arch: Arch) -> None:
         super().__init__()
         self.theta = arch.rope_theta

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -50,7 +51,7 @@ def find_blocks(module: nn.Module, path: str = "auto") -> Blocks:
     return best
 
 
-def _blocks_at(path: str, containers: dict[str, nn.Module]) -> Blocks:
+def _blocks_at(path: str, containers: Mapping[str, nn.ModuleList | nn.Sequential]) -> Blocks:
     by_name = {canonical(name): container for name, container in containers.items()}
     if path not in by_name:
         nearest = difflib.get_close_matches(path, by_name, n=1, cutoff=0.0)
@@ -59,7 +60,7 @@ def _blocks_at(path: str, containers: dict[str, nn.Module]) -> Blocks:
             why=f"there are {', '.join(name or 'the model itself' for name in by_name) or 'none'}",
             fix=f'blocks = "{nearest[0]}"' if nearest else 'blocks = "auto"',
         )
-    return Blocks(path, list(by_name[path]))  # type: ignore[arg-type]
+    return Blocks(path, list(by_name[path]))
 
 
 def ties(module: nn.Module) -> list[tuple[str, ...]]:

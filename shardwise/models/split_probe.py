@@ -57,7 +57,7 @@ def two_split_probe(
             except Exception as error:  # a stranger's code, in a dtype it may not know: any of it may fail
                 reason = f"the probe could not run it: {type(error).__name__}: {error}"
                 continue
-            return _compare(*runs, bound)
+            return _compare(*runs, bound=bound)
     return SplitProbe("unknown", reason)
 
 
@@ -99,8 +99,7 @@ def _run(probe: nn.Module, loss_fn: Any, inputs_fn: Any, batch: Any, dtype: torc
     value = loss_fn(probe(*args, **kwargs), batch)
     losses = value if isinstance(value, Mapping) else {"loss": value}
     sum(getattr(loss, "total", loss) for loss in losses.values()).backward()
-    sums = {name: torch.as_tensor(getattr(loss, "total", loss)).detach() for name, loss in losses.items()}
-    totals = {f"the total of {name}": float(total) for name, total in sums.items()}
+    totals = {f"the total of {name}": _number(getattr(loss, "total", loss)) for name, loss in losses.items()}
     totals |= {f"the count of {name}": _number(getattr(loss, "count", 0)) for name, loss in losses.items()}
     for name, buffer in probe.named_buffers():
         buffer.copy_(buffers[name])
