@@ -4,7 +4,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -63,7 +62,7 @@ def first_failure(where: Where) -> Failed | None:
     )
 
 
-def install(on_failure: Callable[[], None] = lambda: None) -> None:
+def install() -> None:
     """End this process at once when an exception reaches the top: peers that wait in a collective are freed by that."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -76,23 +75,21 @@ def install(on_failure: Callable[[], None] = lambda: None) -> None:
 
 
 def end_with(error: BaseException) -> None:
-    """Record, print (unless another rank failed first), and leave without running destructors that would wait for peers."""
+    """Record, print (unless another rank failed first), and leave without destructors that would wait for peers.
+
+    torch puts a buffer in place of sys.stderr while an exception hook runs, and `os._exit` would lose it.
+    """
+    screen = sys.__stderr__
     earlier = first_failure(WHERE)
     failed = record(error)
     if earlier is not None and earlier.rank != failed.rank:
-        print(
-            f"rank {failed.rank}: ended at step {failed.step} after rank {earlier.rank} failed",
-            file=sys.stderr,
-        )
+        text = f"rank {failed.rank}: ended at step {failed.step} after rank {earlier.rank} failed"
     elif isinstance(error, ShardwiseError):
-        print(f"rank {failed.rank}, step {failed.step}: {error}", file=sys.stderr)
+        text = f"rank {failed.rank}, step {failed.step}: {error}"
     else:
-        print(
-            f"{failed.traceback}rank {failed.rank} failed at step {failed.step} ({failed.phase})",
-            file=sys.stderr,
-        )
+        text = f"{failed.traceback}rank {failed.rank} failed at step {failed.step} ({failed.phase})"
     sys.stdout.flush()
-    sys.stderr.flush()
+    print(text, file=screen, flush=True)
     os._exit(failed.exit_code)
 
 

@@ -9,7 +9,9 @@ from torch import nn
 
 from shardwise import ranks
 from shardwise.data.batches import as_data
+from shardwise.data.loader import seed_generators
 from shardwise.data.micros import Micros
+from shardwise.data.order import seed_of
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.recipe import PlanRequest
 from shardwise.launch import local
@@ -36,6 +38,7 @@ def init(
     """
     failure.install()
     ranks.start()
+    seed_generators(seed_of(plan.recipe.seed if isinstance(plan, Plan) else seed, "loop"))
     if isinstance(plan, Plan):
         check.require(plan, ranks.world())
         return plan

@@ -120,7 +120,22 @@ class Work:
 
 
 def accumulate(parallel: Parallel, work: Work) -> LocalSums:
-    """Forward and backward over this rank's micro-batches; gradients end as sums over all ranks. Collective."""
+    """Forward and backward over this rank's micro-batches; gradients end as sums over all ranks. Collective.
+
+    What forward draws comes from a seed of the micro-batch; the caller's CPU generator is as it was afterwards.
+    """
+    callers = torch.get_rng_state()
+    try:
+        sums = _accumulate(parallel, work)
+    finally:
+        torch.set_rng_state(callers)
+    work.phase = "gradient reduction"
+    _every_parameter_has_a_gradient(parallel)
+    parallel.gradients.finish()
+    return sums
+
+
+def _accumulate(parallel: Parallel, work: Work) -> LocalSums:
     sums = LocalSums()
     divisors: dict[str, float] = {}
     for index, micro in enumerate(work.micros):
@@ -140,9 +155,6 @@ def accumulate(parallel: Parallel, work: Work) -> LocalSums:
                 fix="compute it from the model's outputs",
             )
         (objective * work.scale if work.scale != 1.0 else objective).backward()
-    work.phase = "gradient reduction"
-    _every_parameter_has_a_gradient(parallel)
-    parallel.gradients.finish()
     return sums
 
 

@@ -15,7 +15,9 @@ from torch import nn
 from shardwise import ranks
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.data.batches import as_data
+from shardwise.data.loader import seed_generators
 from shardwise.data.micros import Micros
+from shardwise.data.order import seed_of
 from shardwise.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -133,6 +135,8 @@ class Trainer:
     def _open(self, recipe: Recipe, plan: Plan | None, model: Any, fresh: bool) -> None:
         self.fresh = fresh
         WHERE.folder = Path(recipe.run)
+        # What the loop's own body draws is the same on every rank and in every run of this seed.
+        seed_generators(seed_of(recipe.seed, "loop"))
         module, initialize = setup.build_model(model, recipe)
         self.plan = plan if plan is not None else setup.make_plan(recipe, module)
         self.inputs = call_inputs(module, self.inputs)
