@@ -39,23 +39,17 @@ def _shardwise(
     pass
 
 
-@app.command(
-    epilog="Example: shardwise train recipes/quickstart.toml --set optimizer.lr=1e-4 --set train.steps=100"
-)
+@app.command(epilog="Example: shardwise train recipes/quickstart.toml --set optimizer.lr=1e-4 --set train.steps=100")
 def train(
     recipe: Annotated[str, typer.Argument(help="A TOML recipe.")],
     overrides: Overrides = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Move a run that is there aside; start over.")
-    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move a run that is there aside; start over.")] = False,
     fork: Annotated[
         str | None, typer.Option("--fork", metavar="NAME", help="A new run from the newest checkpoint.")
     ] = None,
     devices: Devices = None,
     as_json: AsJson = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and the command; start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the command; start nothing.")] = False,
 ) -> None:
     """Plan, start the ranks, train a recipe's model, and resume: on this machine."""
     from shardwise.cli import train as verb

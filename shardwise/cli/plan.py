@@ -54,8 +54,6 @@ def _assumed(overrides: tuple[str, ...]) -> list[str]:
     named = {override.partition("=")[0].strip() for override in overrides}
     alternatives = {"batch.global_batch": "batch.tokens_per_step", "train.steps": "train.tokens"}
     assumed = [
-        f"{key}={value}"
-        for key, value in ASSUMED.items()
-        if key not in named and alternatives.get(key) not in named
+        f"{key}={value}" for key, value in ASSUMED.items() if key not in named and alternatives.get(key) not in named
     ]
     return [*assumed, *overrides]

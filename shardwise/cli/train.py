@@ -31,9 +31,7 @@ class Asked(NamedTuple):
 
 def train(asked: Asked) -> int:
     """Train a recipe to its end on this machine, or go on where it stopped; the exit code."""
-    overrides = (
-        asked.overrides if asked.devices is None else (*asked.overrides, f"train.devices={asked.devices}")
-    )
+    overrides = asked.overrides if asked.devices is None else (*asked.overrides, f"train.devices={asked.devices}")
     recipe = recipes.load(asked.recipe, overrides)
     made = _plan(recipe)
     if asked.dry_run:
@@ -90,9 +88,7 @@ def _prepare(spec: DataSpec) -> None:
     columns = (TextColumn("turning text into tokens"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("tokens", total=None, visible=False)
-        made = prepare_recipe(
-            spec, lambda done, total: bar.update(task, completed=done, total=total, visible=True)
-        )
+        made = prepare_recipe(spec, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
     tokens = sum(one.header.tokens for one in made)
     print(f"data: {tokens:,} tokens of {', '.join(spec.text) or 'a mixture'}", file=sys.stderr)
 

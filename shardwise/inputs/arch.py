@@ -101,9 +101,7 @@ def from_config_json(source: str | Path | Mapping[str, object]) -> Arch:
     arch = _from_llama_keys(str(config.get("name", name)), config)
     problem = shape_problem(arch)
     if problem:
-        raise RecipeError(
-            f"The config of {arch.name!r} cannot be built.", why=problem, fix="correct config.json"
-        )
+        raise RecipeError(f"The config of {arch.name!r} cannot be built.", why=problem, fix="correct config.json")
     return arch
 
 
@@ -111,17 +109,11 @@ def _read_json(path: Path) -> Mapping[str, object]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise RecipeError(
-            f"model.config: {path} does not exist.", fix="give the path of a config.json"
-        ) from None
+        raise RecipeError(f"model.config: {path} does not exist.", fix="give the path of a config.json") from None
     except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"model.config: {path} cannot be read.", why=str(error), fix="give a JSON file"
-        ) from None
+        raise RecipeError(f"model.config: {path} cannot be read.", why=str(error), fix="give a JSON file") from None
     if not isinstance(config, dict):
-        raise RecipeError(
-            f"model.config: {path} does not hold an object.", fix="give a Hugging Face config.json"
-        )
+        raise RecipeError(f"model.config: {path} does not hold an object.", fix="give a Hugging Face config.json")
     return config
 
 
@@ -155,9 +147,7 @@ def _from_llama_keys(name: str, config: Mapping[str, object]) -> Arch:
     try:
         return msgspec.convert(keys, Arch)
     except msgspec.ValidationError as error:
-        raise RecipeError(
-            f"config.json of {name!r} is not valid.", why=str(error), fix="correct this key"
-        ) from None
+        raise RecipeError(f"config.json of {name!r} is not valid.", why=str(error), fix="correct this key") from None
 
 
 # Byte tokens: 256 bytes and a separator make 257 ids. The head is padded to 264, a multiple of 8, so that its

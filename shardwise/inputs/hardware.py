@@ -170,18 +170,14 @@ def parse_cluster(text: str, local: Cluster | None = None) -> Cluster:
     """
     if text == "local":
         if local is None:
-            raise RecipeError(
-                "The cluster 'local' needs a look at this machine.", fix="name a cluster instead"
-            )
+            raise RecipeError("The cluster 'local' needs a look at this machine.", fix="name a cluster instead")
         return local
     counts, name = _split_counts(text)
     row = _find_node(name)
     if row is not None:
         return _instances(counts, row, text)
     if len(counts) > 2:
-        raise RecipeError(
-            f"{text!r} has too many counts.", fix="write NODESxDEVICESxGPU, as in 4x8xH100-SXM5-80GB"
-        )
+        raise RecipeError(f"{text!r} has too many counts.", fix="write NODESxDEVICESxGPU, as in 4x8xH100-SXM5-80GB")
     return _bare_nodes(counts, find_gpu(name), text)
 
 
@@ -198,9 +194,7 @@ def _bare_nodes(counts: list[int], row: CatalogueGpu, asked: str) -> Cluster:
     nodes = counts[0] if len(counts) == 2 else 1
     link = Link(row.link_kind, row.link_bytes_per_second)
     node = Node(name=f"{devices}x{row.name}", devices=devices, device=row.value(), link=link)
-    return Cluster(
-        name=node.name if nodes == 1 else f"{nodes}x{node.name}", nodes=nodes, node=node, asked=asked
-    )
+    return Cluster(name=node.name if nodes == 1 else f"{nodes}x{node.name}", nodes=nodes, node=node, asked=asked)
 
 
 def _instances(counts: list[int], row: CatalogueNode, asked: str) -> Cluster:
@@ -246,11 +240,7 @@ def visible_gpus(facts: MachineFacts) -> tuple[Gpu, ...]:
     if facts.visible_devices is not None:
         kept = []
         for wanted in (name.strip() for name in facts.visible_devices.split(",")):
-            found = [
-                row
-                for row in rows
-                if row[0] == wanted or (wanted[:4] == "GPU-" and row[1].startswith(wanted))
-            ]
+            found = [row for row in rows if row[0] == wanted or (wanted[:4] == "GPU-" and row[1].startswith(wanted))]
             if not found:
                 break  # CUDA ignores everything after the first invalid name
             kept.append(found[0])
@@ -262,9 +252,7 @@ def _local_gpu(name: str, hbm_bytes: int) -> Gpu:
     try:
         published = find_gpu(name).value()
     except RecipeError:
-        return Gpu(
-            name=name, hbm_bytes=hbm_bytes, source="nvidia-smi", notes="not in the catalogue: peaks unknown"
-        )
+        return Gpu(name=name, hbm_bytes=hbm_bytes, source="nvidia-smi", notes="not in the catalogue: peaks unknown")
     return msgspec.structs.replace(published, hbm_bytes=hbm_bytes)
 
 

@@ -42,9 +42,7 @@ def render(job: Job) -> list[str]:
     Raises: RecipeError where there is nothing to start.
     """
     if not job.command or job.ranks < 1:
-        raise RecipeError(
-            "There is nothing to start.", fix="shardwise run train.py, with at least one device"
-        )
+        raise RecipeError("There is nothing to start.", fix="shardwise run train.py, with at least one device")
     if job.ranks == 1:
         return [sys.executable, *job.command]
     return [
@@ -150,9 +148,7 @@ def cgroup_cpus(cpu_max: str) -> int | None:
 
 def host_memory_bytes(meminfo: str, memory_max: str) -> int:
     """The machine's memory, or the container's where that is less."""
-    total = next(
-        (int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemTotal:")), 0
-    )
+    total = next((int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemTotal:")), 0)
     limit = int(memory_max) if memory_max.strip().isdigit() else total
     return min(total, limit) or limit
 
@@ -175,9 +171,7 @@ def _nvidia_smi() -> str:
 
 def worker_pids(launcher: int) -> list[int]:
     """The ranks' processes below a launcher; the launcher itself where it is the only rank."""
-    found = [
-        pid for pid, parent in _parents().items() if parent == launcher and b"LOCAL_RANK=" in _environ(pid)
-    ]
+    found = [pid for pid, parent in _parents().items() if parent == launcher and b"LOCAL_RANK=" in _environ(pid)]
     return found or [launcher]
 
 

@@ -130,17 +130,14 @@ def unprefixed(text: str) -> str:
 def last_traceback(text: str) -> str:
     """The last traceback in a log, with those that it was raised from; empty where there is none."""
     lines = unprefixed(text).rstrip().splitlines()
-    starts = [
-        index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")
-    ]
+    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
         return ""
     start = starts[-1]
     for earlier in reversed(starts[:-1]):
         between = lines[earlier:start]
         if not any(
-            "exception was the direct cause" in line or "another exception occurred" in line
-            for line in between
+            "exception was the direct cause" in line or "another exception occurred" in line for line in between
         ):
             break
         start = earlier

@@ -199,14 +199,10 @@ def fork(source: str | Path, name: str, recipe: Recipe) -> Recipe:
             return forked
         raise RunFolderError(f"--fork {name}: {target} is another run already.", fix="give a new name")
     if read_record(source) is None:
-        raise RunFolderError(
-            f"--fork {name}: there is no run in {source}.", fix="start it first, without --fork"
-        )
+        raise RunFolderError(f"--fork {name}: there is no run in {source}.", fix="start it first, without --fork")
     newest = newest_checkpoint(source)
     if newest is None:
-        raise RunFolderError(
-            f"--fork {name}: {source} has no committed checkpoint.", fix="start without --fork"
-        )
+        raise RunFolderError(f"--fork {name}: {source} has no committed checkpoint.", fix="start without --fork")
     _copy_checkpoint(newest, checkpoints_folder(target) / newest.name)
     write_record(target, RunRecord(recipe=forked, forked_from=str(source)))
     return forked
@@ -256,9 +252,7 @@ def held(folder: str | Path, recipe: Recipe, *, fresh: bool = False) -> Iterator
         state = open_run(folder, recipe)
         if not state.finished:
             record = read_record(folder) or RunRecord(recipe=recipe)
-            write_record(
-                folder, msgspec.structs.replace(record, recipe=recipe, attempts=state.attempt, finished=None)
-            )
+            write_record(folder, msgspec.structs.replace(record, recipe=recipe, attempts=state.attempt, finished=None))
         yield state
 
 

@@ -34,21 +34,25 @@ def watch(
     *,
     pause: Callable[[float], None] = time.sleep,
 ) -> Ended:
-    """Call `tick` until the job has ended. The first signal goes to the ranks, the second ends everything."""
+    """Call `tick` until the job has ended. The first signal goes to the ranks; a second Ctrl-C ends all.
+
+    A hang-up after a TERM, as when a session is closed, is no second wish: the ranks are saving already.
+    """
     with _received() as signals:
-        forwarded = 0
+        forwarded = False
         while process.poll() is None:
-            if len(signals) > forwarded:
-                if forwarded:
-                    end_tree(process)
-                    break
+            if signals.count(signal.SIGINT) > 1:
+                end_tree(process)
+                break
+            if signals and not forwarded:
                 _forward(process.pid, signals[0])
-                forwarded = 1
+                forwarded = True
             tick()
             pause(POLL_SECONDS)
         process.wait()
         tick()
-        return Ended(process.returncode, signals[0] if signals else None, len(signals) > 1)
+        killed = signals.count(signal.SIGINT) > 1
+        return Ended(process.returncode, signals[0] if signals else None, killed)
 
 
 @contextlib.contextmanager

@@ -239,8 +239,7 @@ def heads_divide(plan: Plan, world: int) -> Violation | None:
         return None
     return Violation(
         rule="heads_divide",
-        what=f"tp = {tp} does not divide {plan.arch.num_heads} heads and {plan.arch.num_kv_heads} key-value "
-        "heads.",
+        what=f"tp = {tp} does not divide {plan.arch.num_heads} heads and {plan.arch.num_kv_heads} key-value heads.",
         why="tensor parallel gives each rank whole heads",
         fix="train.plan.tp = 1, or a divisor of both",
         apply={"train.plan.tp": 1, **_REPLAN},

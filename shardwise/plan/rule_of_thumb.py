@@ -109,9 +109,7 @@ def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: i
         bucket_cap_mb="default" if wanted.bucket_cap_mb == "auto" else wanted.bucket_cap_mb,
     )
     why = (*why_world, *why_mesh, why_precision, why_micro, _why_compile(wanted, cluster))
-    return Plan(
-        recipe, cluster, decision, why, arch=arch, shardwise_version=importlib.metadata.version("shardwise")
-    )
+    return Plan(recipe, cluster, decision, why, arch=arch, shardwise_version=importlib.metadata.version("shardwise"))
 
 
 def global_batch(recipe: Recipe) -> int:
@@ -129,8 +127,7 @@ def global_batch(recipe: Recipe) -> int:
         return samples
     near = [count * length for count in (samples, samples + 1) if count]
     raise RecipeError(
-        f"batch.tokens_per_step = {batch.tokens_per_step} is not a multiple of data.sequence_length "
-        f"= {length}.",
+        f"batch.tokens_per_step = {batch.tokens_per_step} is not a multiple of data.sequence_length = {length}.",
         why="a step takes whole samples",
         fix=f"batch.tokens_per_step = {' or '.join(map(str, near))}",
     )
@@ -246,9 +243,7 @@ def _auto_mesh(
             (reason, "zero 0: each rank keeps a whole copy, gradients are averaged"),
         )
     if parameters is None or parameters <= FULL_SHARD_LIMIT:
-        chosen = (
-            f"zero 3: weights, gradients and states are sharded over {ranks} ranks (full shard to about 70B)"
-        )
+        chosen = f"zero 3: weights, gradients and states are sharded over {ranks} ranks (full shard to about 70B)"
         return MeshShape(dp_shard=ranks), 3, (reason, chosen)
     return _three_axes(ranks, parameters, arch, cluster, per_parameter, reason)
 
@@ -259,9 +254,7 @@ def _three_axes(
     """Tensor parallel in the node, the shortest pipeline that fits, data parallel (ZeRO 1) over the rest."""
     heads = arch.num_kv_heads if arch else 8
     in_node = math.gcd(cluster.node.devices, ranks)
-    tp = max(
-        degree for degree in range(1, min(in_node, 8) + 1) if in_node % degree == 0 and heads % degree == 0
-    )
+    tp = max(degree for degree in range(1, min(in_node, 8) + 1) if in_node % degree == 0 and heads % degree == 0)
     layers = arch.num_layers if arch else ranks
     stages = [pp for pp in range(1, layers + 1) if layers % pp == 0 and ranks % (tp * pp) == 0]
     have = usable_bytes(cluster, ranks) * STATES_SHARE
@@ -290,9 +283,7 @@ def _requested_mesh(
     fits, reason = _fits(parameters, per_parameter, cluster, ranks)
     whole = request.zero == 0 or (request.zero == "auto" and fits)
     replicate, shard = _data_degrees(request, data, whole)
-    mesh = MeshShape(
-        pp=request.pp, dp_replicate=replicate, dp_shard=shard, cp=request.cp, tp=request.tp, ep=request.ep
-    )
+    mesh = MeshShape(pp=request.pp, dp_replicate=replicate, dp_shard=shard, cp=request.cp, tp=request.tp, ep=request.ep)
     if request.zero == "auto":
         return mesh, 0 if shard == 1 else 3, (reason, "degrees: as train.plan says")
     if mesh.world == 1 and ranks == 1:

@@ -49,9 +49,7 @@ def _gpus(facts: MachineFacts) -> Finding:
         fix = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
         return Finding("GPUs", f"{listed}, which this CPU build of torch cannot use", ok=False, fix=fix)
     if facts.visible_devices is not None:
-        return Finding(
-            "GPUs", f"{listed}, of which CUDA_VISIBLE_DEVICES={facts.visible_devices!r} leaves some"
-        )
+        return Finding("GPUs", f"{listed}, of which CUDA_VISIBLE_DEVICES={facts.visible_devices!r} leaves some")
     return Finding("GPUs", str(listed))
 
 

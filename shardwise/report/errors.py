@@ -30,5 +30,6 @@ def failure(first: FirstFailure, logs: str) -> str:
         where += f", step {first.step}"
     if first.phase:
         where += f" ({first.phase})"
-    head = f"error: {where}: {first.text}" if first.expected else f"{first.text}\nerror: {where} failed"
+    said = first.expected or not first.text.startswith("Traceback")
+    head = f"error: {where}: {first.text}" if said else f"{first.text}\nerror: {where} failed"
     return f"{head}\n  logs of all ranks: {logs}"

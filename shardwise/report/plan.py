@@ -33,9 +33,7 @@ def _model(plan: Plan) -> str:
 def _machines(plan: Plan) -> str:
     cluster = plan.cluster
     asked = f" ({cluster.asked})" if cluster.asked not in ("", "local", cluster.name) else ""
-    return (
-        f"{cluster.name}{asked}, {cluster.device.name}" if cluster.kind == "cpu" else f"{cluster.name}{asked}"
-    )
+    return f"{cluster.name}{asked}, {cluster.device.name}" if cluster.kind == "cpu" else f"{cluster.name}{asked}"
 
 
 def _ranks(plan: Plan) -> str:

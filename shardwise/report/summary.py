@@ -14,8 +14,7 @@ def text(plan: Plan, events: Sequence[AnyEvent], run: str) -> str:
     decision = plan.decision
     ranks = "1 rank" if decision.mesh.world == 1 else f"{decision.mesh.world} ranks"
     lines = [
-        f"plan       {ranks}, zero {decision.zero}, {decision.precision}, "
-        f"{decision.global_batch} samples a step",
+        f"plan       {ranks}, zero {decision.zero}, {decision.precision}, {decision.global_batch} samples a step",
         *(f"           - {reason}" for reason in plan.why),
     ]
     first, last = _losses(events)
@@ -72,9 +71,7 @@ def last_line(events: Sequence[AnyEvent], run: str, exit_code: int) -> str:
         "step": finished.step if finished else steps[-1].step if steps else None,
         "first_loss": _number(first),
         "last_loss": _number(last),
-        "valid_loss": _number(
-            evaluations[-1].loss if evaluations else finished.valid_loss if finished else None
-        ),
+        "valid_loss": _number(evaluations[-1].loss if evaluations else finished.valid_loss if finished else None),
         "tokens_per_second": _number(finished.tokens_per_second if finished else None),
         "mfu": _number(steps[-1].mfu if steps else None),
         "checkpoint": saved[-1].path if saved else finished.checkpoint if finished else None,

@@ -76,9 +76,7 @@ def recipe(overrides: list[str], base: Mapping[str, object] = KEYS) -> Recipe:
     return from_keys(with_overrides(base, overrides))
 
 
-def made(
-    overrides: list[str], arch: Arch, cluster: Cluster, world: int | None
-) -> tuple[Plan, tuple[Violation, ...]]:
+def made(overrides: list[str], arch: Arch, cluster: Cluster, world: int | None) -> tuple[Plan, tuple[Violation, ...]]:
     planned = plan(recipe(overrides), arch, cluster, world=world)
     return planned, check(planned, world if world is not None else planned.decision.mesh.world)
 
@@ -110,9 +108,7 @@ def test_every_rule_is_broken_by_some_plan_here() -> None:
 @pytest.mark.parametrize("zero", ["auto", 0, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("micro", ["auto", 3])
-def test_what_the_engine_runs_is_not_refused(
-    world: int, zero: str | int, precision: str, micro: str | int
-) -> None:
+def test_what_the_engine_runs_is_not_refused(world: int, zero: str | int, precision: str, micro: str | int) -> None:
     overrides = [f"train.plan.zero={zero}", f"train.precision={precision}", f"batch.micro_batch={micro}"]
     _, found = made(overrides, SMALL, CPU, world)
     assert found == ()
@@ -132,9 +128,7 @@ def test_any_change_of_a_degree_breaks_the_product() -> None:
     planned, _ = made([], SMALL, CPU, 4)
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         mesh = msgspec.structs.replace(MeshShape(dp_replicate=4), **{axis: 3})
-        changed = msgspec.structs.replace(
-            planned, decision=msgspec.structs.replace(planned.decision, mesh=mesh)
-        )
+        changed = msgspec.structs.replace(planned, decision=msgspec.structs.replace(planned.decision, mesh=mesh))
         assert "degrees_make_the_world" in {one.rule for one in check(changed, 4)}
 
 

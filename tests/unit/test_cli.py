@@ -26,9 +26,7 @@ def shardwise(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess
 def imported(statement: str) -> set[str]:
     """The modules that a fresh process has after a statement."""
     program = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     return set(done.stdout.split())
 
 
@@ -136,9 +134,7 @@ def test_doctor_tells_what_is_here() -> None:
 
 
 def test_a_script_runs_with_its_own_arguments_and_prints_through(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import sys\nprint('got', sys.argv[1:])\nprint('low', file=sys.stderr)\n"
-    )
+    (tmp_path / "mine.py").write_text("import sys\nprint('got', sys.argv[1:])\nprint('low', file=sys.stderr)\n")
     done = shardwise("run", "--devices", "1", "mine.py", "--json", "--devices", "7", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "got ['--json', '--devices', '7']\n")
     assert done.stderr == "low\n"

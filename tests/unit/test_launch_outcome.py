@@ -109,9 +109,7 @@ def test_an_abort_after_a_recorded_error_does_not_hide_it() -> None:
 
 def test_without_records_the_log_that_stood_still_first_is_the_cause() -> None:
     logs = {
-        0: RankLog(
-            "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: closed by peer\n", 2.0
-        ),
+        0: RankLog("[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: closed by peer\n", 2.0),
         1: RankLog("noise\n[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: planted\n", 1.0),
     }
     first = first_failure([], [RankExit(0, 1, 10), RankExit(1, 1, 11)], logs)

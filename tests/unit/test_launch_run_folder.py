@@ -103,9 +103,7 @@ def test_the_lock_is_free_when_its_holder_was_killed(folder: Path) -> None:
         "import sys, time\nfrom shardwise.launch.run_folder import locked\n"
         f"with locked({str(folder)!r}):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"held\n"
         with pytest.raises(RunFolderError, match=f"process {process.pid}"):
             require_free(folder)
@@ -121,9 +119,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_lock(folder: 
         "    if os.fork() == 0:\n        print('forked', flush=True); sys.stdin.read(); os._exit(0)\n"
         "    os._exit(0)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"forked\n"
         process.wait()
         require_free(folder)

@@ -67,9 +67,7 @@ def test_the_size_decides_between_copies_shards_and_three_axes(
     made = plan(recipe("batch.global_batch=1024"), parameters, parse_cluster(cluster))
     mesh = made.decision.mesh
     assert made.decision.zero == zero
-    assert {
-        name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(mesh, name) > 1
-    } == axes
+    assert {name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(mesh, name) > 1} == axes
     assert mesh.world == parse_cluster(cluster).devices
     assert any(f"{parameters / 1e9:.3g}B parameters" in reason for reason in made.why)
 
@@ -81,9 +79,7 @@ def test_tensor_parallel_stays_inside_a_node() -> None:
 
 
 def test_what_fits_on_one_device_goes_on_fitting_when_it_shrinks() -> None:
-    zeros = [
-        plan(recipe(), size * 10**9, parse_cluster("8xH100")).decision.zero for size in (1, 2, 3, 4, 8, 16)
-    ]
+    zeros = [plan(recipe(), size * 10**9, parse_cluster("8xH100")).decision.zero for size in (1, 2, 3, 4, 8, 16)]
     assert zeros == sorted(zeros)
 
 
@@ -122,9 +118,7 @@ def test_a_gpu_without_bf16_units_gets_fp16() -> None:
     batch=st.integers(4, 40),
     micro=st.one_of(st.just("auto"), st.integers(1, 9)),
 )
-def test_degrees_and_batches_that_are_asked_for_are_obeyed(
-    dp: int, zero: int, batch: int, micro: int | str
-) -> None:
+def test_degrees_and_batches_that_are_asked_for_are_obeyed(dp: int, zero: int, batch: int, micro: int | str) -> None:
     asked = recipe(f"train.plan.zero={zero}", f"batch.global_batch={batch}", f"batch.micro_batch={micro}")
     decision = plan(asked, SMALL, cpu(4), world=dp).decision
     mesh = decision.mesh
@@ -141,9 +135,7 @@ def test_degrees_and_batches_that_are_asked_for_are_obeyed(
 
 
 def test_fixed_degrees_make_the_world_that_is_started() -> None:
-    made = plan(
-        recipe("train.plan.dp_replicate=1", "train.plan.dp_shard=3", "train.plan.zero=3"), SMALL, cpu(2)
-    )
+    made = plan(recipe("train.plan.dp_replicate=1", "train.plan.dp_shard=3", "train.plan.zero=3"), SMALL, cpu(2))
     assert made.decision.mesh.world == 3
 
 
@@ -208,10 +200,7 @@ def test_a_plan_request_without_wishes_is_the_automatic_plan() -> None:
     asked = recipe()
     empty = msgspec.structs.replace(asked, train=msgspec.structs.replace(asked.train, plan=PlanRequest()))
     for world in (1, 2, 4):
-        assert (
-            plan(asked, SMALL, cpu(4), world=world).decision
-            == plan(empty, SMALL, cpu(4), world=world).decision
-        )
+        assert plan(asked, SMALL, cpu(4), world=world).decision == plan(empty, SMALL, cpu(4), world=world).decision
 
 
 def test_a_plan_comes_back_from_json_and_refuses_unknown_keys() -> None:
