@@ -1,4 +1,4 @@
-"""Step time of the engine over a hand-written torch loop, Accelerate and Fabric: same model, plan, machine and semantics.
+"""Step time of the engine over a hand-written torch loop, Accelerate and Fabric, on the same model and machine.
 
 Run: make bench          (or python -m benchmarks.engine [--blocks 12] [--steps 6] [--ranks 2] [--gate 1.10])
 
@@ -25,15 +25,11 @@ PAIRS = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--steps", type=int, default=6, help="steps of one kind in one block")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(
-        "--gate", type=float, default=None, help="exit 1 where a ratio over torch is above this"
-    )
+    parser.add_argument("--gate", type=float, default=None, help="exit 1 where a ratio over torch is above this")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
@@ -44,9 +40,7 @@ def main() -> int:
         )  # fmt: skip
         times = json.loads(out.read_text())
     for kind, blocks in times.items():
-        print(
-            f"{kind:18} {1e3 * min(blocks):8.1f} ms at best, {1e3 * sorted(blocks)[len(blocks) // 2]:8.1f} ms median"
-        )
+        print(f"{kind:18} {1e3 * min(blocks):8.1f} ms at best, {1e3 * sorted(blocks)[len(blocks) // 2]:8.1f} ms median")
     worst = 0.0
     for ours, theirs in PAIRS:
         if theirs in times:

@@ -28,9 +28,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
     deterministic = True
 
     def __init__(self, vocabulary: int) -> None:
-        self.rows = torch.randint(
-            0, vocabulary, (2048, SEQUENCE + 1), generator=torch.Generator().manual_seed(0)
-        )
+        self.rows = torch.randint(0, vocabulary, (2048, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -25,25 +25,19 @@ def device_kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def start(
-    identity: ProcessIdentity | None = None, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT
-) -> torch.device:
+def start(identity: ProcessIdentity | None = None, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.device:
     """Join the process group (NCCL and gloo on GPUs, gloo on CPUs) and return this rank's device.
 
     A world of one makes no process group. Idempotent. Collective.
     """
     identity = identity or process_identity()
-    device = (
-        torch.device(device_kind(), identity.local_rank) if device_kind() == "cuda" else torch.device("cpu")
-    )
+    device = torch.device(device_kind(), identity.local_rank) if device_kind() == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if identity.world > 1 and not dist.is_initialized():
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{identity.master_addr}:{identity.master_port}"
-            if not identity.launched
-            else "env://",
+            init_method=f"tcp://{identity.master_addr}:{identity.master_port}" if not identity.launched else "env://",
             rank=identity.rank,
             world_size=identity.world,
             timeout=timeout,

@@ -187,9 +187,7 @@ class Checkpointer:
             seen["whole"] = [[item.folder, _identity(item.manifest)] for item in listing.committed]
             seen["broken"] = [[item.folder, item.why] for item in listing.broken]
         seen = ranks.broadcast_json(seen)
-        return [(folder, digest) for folder, digest in seen["whole"]], [
-            Skipped(*item) for item in seen["broken"]
-        ]
+        return [(folder, digest) for folder, digest in seen["whole"]], [Skipped(*item) for item in seen["broken"]]
 
     def _stage_on_all(self, folder: str, digest: str, strict_world: bool) -> tuple[Staged | None, str]:
         """Staged on every rank, or on none and why. Collective. Raises: CheckpointError where it does not
@@ -241,9 +239,7 @@ class Checkpointer:
             for folder in (*listing.torn, *old):
                 delete_folder(self.store, folder)
         except Exception as error:
-            self._say(
-                Fallback(what="an old checkpoint was not deleted", why=f"{type(error).__name__}: {error}")
-            )
+            self._say(Fallback(what="an old checkpoint was not deleted", why=f"{type(error).__name__}: {error}"))
 
     def _path(self, folder: str) -> str:
         return f"{self.store}/{folder}"

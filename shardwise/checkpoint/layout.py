@@ -47,8 +47,7 @@ def overlap(left: Region, right: Region) -> Region | None:
     """What two regions of one tensor share; None where that is nothing."""
     begins = tuple(map(max, left.offsets, right.offsets))
     ends = tuple(
-        min(a + n, b + m)
-        for a, n, b, m in zip(left.offsets, left.shape, right.offsets, right.shape, strict=True)
+        min(a + n, b + m) for a, n, b, m in zip(left.offsets, left.shape, right.offsets, right.shape, strict=True)
     )
     shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
     if any(size <= 0 for size in shape):

@@ -34,9 +34,7 @@ def pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Json:
     """
     if isinstance(value, torch.Tensor):
         if path in tensors:
-            raise CheckpointError(
-                f"Two tensors of the state are called {path!r}.", fix="rename one of the keys"
-            )
+            raise CheckpointError(f"Two tensors of the state are called {path!r}.", fix="rename one of the keys")
         tensors[path] = value
         return {"$tensor": path, "device": value.device.type}
     if isinstance(value, np.generic):

@@ -49,9 +49,7 @@ def stage(store: Store, folder: str, manifest: Manifest, subject: Subject, curre
     for index, file in enumerate(manifest.files):
         if index % ranks.world() == ranks.rank():
             verify_file(store, folder, file)
-    values = {
-        name: _stage_tensor(store, folder, entries[name], name, target) for name, target in targets.items()
-    }
+    values = {name: _stage_tensor(store, folder, entries[name], name, target) for name, target in targets.items()}
     return Staged(manifest, targets, values)
 
 
@@ -78,9 +76,7 @@ def _state(manifest: Manifest, part: str) -> Json:
 
 def _check_parts(manifest: Manifest, subject: Subject) -> None:
     """Both ways: what is saved and nobody takes, and what is there and was not saved."""
-    asked = {join("optimizer", name) for name in subject.optimizers} | {
-        join("state", name) for name in subject.state
-    }
+    asked = {join("optimizer", name) for name in subject.optimizers} | {join("state", name) for name in subject.state}
     asked |= {"data"} if subject.data is not None else set()
     saved = manifest.parts() - {"rng"}
     single = sorted(set(manifest.state_by_rank) - {"rng"})
@@ -90,9 +86,7 @@ def _check_parts(manifest: Manifest, subject: Subject) -> None:
             why="what differs between ranks has no meaning for another number of them",
             fix=f"start {manifest.world} ranks; keep in state= and data= only what is the same on all ranks",
         )
-    _refuse_difference(
-        "parts", saved, asked, fix="give the Checkpointer the same optimizer=, data= and state="
-    )
+    _refuse_difference("parts", saved, asked, fix="give the Checkpointer the same optimizer=, data= and state=")
 
 
 def _targets(
@@ -120,9 +114,7 @@ def _targets(
 def _weight_targets(entries: Mapping[str, TensorEntry], current: Snapshot) -> dict[str, torch.Tensor]:
     targets = {name: tensor for name, tensor in current.shared.items() if name.startswith("model/")}
     saved = {name for name in entries if name.startswith("model/")}
-    _refuse_difference(
-        "weights", saved, set(targets) | set(current.aliases), fix="build the model that was saved"
-    )
+    _refuse_difference("weights", saved, set(targets) | set(current.aliases), fix="build the model that was saved")
     return targets
 
 
@@ -253,9 +245,7 @@ def _refuse_difference(what: str, saved: set[str], asked: set[str], *, fix: str)
     if missing or extra:
         lines = [f"not in the checkpoint: {_some(missing)}"] if missing else []
         lines += [f"only in the checkpoint: {_some(extra)}"] if extra else []
-        raise CheckpointError(
-            f"The checkpoint does not fit: its {what} differ.", why="; ".join(lines), fix=fix
-        )
+        raise CheckpointError(f"The checkpoint does not fit: its {what} differ.", why="; ".join(lines), fix=fix)
 
 
 def _some(names: list[str]) -> str:

@@ -65,9 +65,7 @@ def look(store: Store, lineage: str) -> Listing:
     return found
 
 
-def surplus(
-    committed: Sequence[Committed], *, keep: int, current: str, bad: Collection[str] = ()
-) -> list[str]:
+def surplus(committed: Sequence[Committed], *, keep: int, current: str, bad: Collection[str] = ()) -> list[str]:
     """The folders to delete, oldest first, now that `current` is committed.
 
     The newest `keep` stay, by step and then by time, and so does `current`. What is known to be damaged
@@ -78,9 +76,7 @@ def surplus(
     stay = {item.folder for item in good[-max(keep, 1) :]} | {current}
     oldest = min((item.order for item in ordered if item.folder in stay), default=(0, 0.0))
     return [
-        item.folder
-        for item in ordered
-        if item.folder not in stay and (item.folder not in bad or item.order < oldest)
+        item.folder for item in ordered if item.folder not in stay and (item.folder not in bad or item.order < oldest)
     ]
 
 

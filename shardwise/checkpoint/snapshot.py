@@ -143,9 +143,7 @@ def contents(kept: Snapshot, *, rank: int, world: int) -> list[Content]:
     mine = []
     for replicas in sorted({place.replicas for place in where.values()}):
         names = sorted(name for name, place in where.items() if place.replicas == replicas)
-        owners = spread(
-            [kept.shared[name].numel() * kept.shared[name].element_size() for name in names], replicas
-        )
+        owners = spread([kept.shared[name].numel() * kept.shared[name].element_size() for name in names], replicas)
         mine += [name for name, owner in zip(names, owners, strict=True) if where[name].replica == owner]
     shares = [_content(name, kept.shared[name], where[name].region) for name in mine]
     own = {**kept.own, **({name: kept.shared[name] for name in kept.buffers} if rank == 0 else {})}
@@ -196,9 +194,7 @@ def _pack_optimizer(
     for index, group in enumerate(optimizer.param_groups):
         owned = [_name_of(parameter, names, part, index) for parameter in group["params"]]
         settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append(
-            {"params": owned, "settings": pack(settings, join(part, "groups", str(index)), tensors)}
-        )
+        groups.append({"params": owned, "settings": pack(settings, join(part, "groups", str(index)), tensors)})
         for name, parameter in zip(owned, group["params"], strict=True):
             if parameter in optimizer.state:
                 entries = optimizer.state[parameter]

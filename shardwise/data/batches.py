@@ -130,9 +130,7 @@ def _check_map_style(dataset: Any) -> None:
             fix="data = sw.Stream(factory), where factory(shard, shards) gives the iterable of one rank",
         )
     if length == 0:
-        raise DataError(
-            f"{name} is empty.", why="it has 0 samples", fix="give a dataset with at least one sample"
-        )
+        raise DataError(f"{name} is empty.", why="it has 0 samples", fix="give a dataset with at least one sample")
 
 
 def _check_last(last: Last, pad: Callable[[Any], Any] | None) -> None:

@@ -45,9 +45,7 @@ def find(text: str | Sequence[str]) -> tuple[TextFile, ...]:
     """
     patterns = (text,) if isinstance(text, str) else tuple(text)
     if not patterns:
-        raise DataError(
-            "text is empty.", fix='name files, folders or globs, as in text = ["corpus/**/*.txt"]'
-        )
+        raise DataError("text is empty.", fix='name files, folders or globs, as in text = ["corpus/**/*.txt"]')
     found: dict[str, TextFile] = {}
     for pattern in patterns:
         root, paths = _matches(pattern)
@@ -81,14 +79,10 @@ def _matches(pattern: str) -> tuple[Path, list[Path]]:
 
 def _below_stdlib(root: Path, pattern: str) -> list[Path]:
     name = pattern.removeprefix("**/")
-    if (
-        pattern.startswith("**/") and "/" not in name
-    ):  # the usual one, without a walk through installed packages
+    if pattern.startswith("**/") and "/" not in name:  # the usual one, without a walk through installed packages
         return [path for path in _walk(root, _NOT_STDLIB) if PurePath(path.name).match(name)]
     return [
-        path
-        for path in root.glob(pattern)
-        if path.is_file() and not _NOT_STDLIB & set(path.relative_to(root).parts)
+        path for path in root.glob(pattern) if path.is_file() and not _NOT_STDLIB & set(path.relative_to(root).parts)
     ]
 
 

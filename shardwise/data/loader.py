@@ -199,9 +199,7 @@ class _Reader(Dataset[Any]):
 
     def read(self, cell: Cell) -> Any:
         stop = cell.first + cell.samples
-        positions = np.r_[cell.first : stop, np.repeat(max(stop - 1, cell.first), cell.extra)].astype(
-            np.int64
-        )
+        positions = np.r_[cell.first : stop, np.repeat(max(stop - 1, cell.first), cell.extra)].astype(np.int64)
         samples = self.data.order(positions, self.seed, self.shuffle)
         if self.data.deterministic:
             return self.data.fetch(samples, (), cell.extra)

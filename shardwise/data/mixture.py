@@ -30,9 +30,7 @@ def quotas(weights: Sequence[float], block: int = BLOCK) -> tuple[int, ...]:
     if wrong or not 0 < len(weights) <= block:
         raise DataError(
             "The weights of the mixture do not fit.",
-            why=f"{wrong[0]} is not positive"
-            if wrong
-            else f"{len(weights)} sources, and 1 to {block} are possible",
+            why=f"{wrong[0]} is not positive" if wrong else f"{len(weights)} sources, and 1 to {block} are possible",
             fix="give each source a weight above 0, or leave the source out",
         )
     exact = [weight / math.fsum(weights) * block for weight in weights]

@@ -116,9 +116,7 @@ class Cell(NamedTuple):
         return 1.0 if self.samples else 0.0
 
 
-def cells(
-    first: int, count: int, rank: int, ranks: int, micro_batches: int, slots: int = 1
-) -> tuple[Cell, ...]:
+def cells(first: int, count: int, rank: int, ranks: int, micro_batches: int, slots: int = 1) -> tuple[Cell, ...]:
     """The micro-batches of one rank, of a global batch of `count` >= 1 samples from `first`.
 
     Over all ranks they are contiguous (rank r, micro-batch m is cell r*M + m), as even as can be, and always

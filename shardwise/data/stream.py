@@ -47,9 +47,7 @@ class Stream:
                 fix="sw.Stream(lambda shard, shards: ...), which gives the iterable of one of so many ranks",
             )
         if on_resume not in ("exact", "restart_epoch"):
-            raise DataError(
-                f"on_resume = {on_resume!r} is unknown.", fix='on_resume = "exact" or "restart_epoch"'
-            )
+            raise DataError(f"on_resume = {on_resume!r} is unknown.", fix='on_resume = "exact" or "restart_epoch"')
         self.factory = factory
         self.on_resume = on_resume
         self.collate: Collate = collate or default_collate
@@ -177,9 +175,7 @@ class StreamLoader(Iterator[Micros]):
         self.micro_batches = micro_batches
         self.shard, self.shards = shard
         self.epochs = epochs
-        self._share = (
-            global_batch * (self.shard + 1) // self.shards - global_batch * self.shard // self.shards
-        )
+        self._share = global_batch * (self.shard + 1) // self.shards - global_batch * self.shard // self.shards
         self._agree = agree
         self._gather = gather
         self._epoch = 0

@@ -98,9 +98,7 @@ def prepare_recipe(spec: DataSpec, progress: Progress | None = None) -> tuple[To
     Raises: DataError, also where one is too short.
     """
     sources = [spec.text] if spec.text else [source.text for source in spec.mixture]
-    made = tuple(
-        prepare(text, tokenizer=spec.tokenizer, text_key=spec.text_key, progress=progress) for text in sources
-    )
+    made = tuple(prepare(text, tokenizer=spec.tokenizer, text_key=spec.text_key, progress=progress) for text in sources)
     for token_file in made:
         split_samples(token_file.header.tokens, spec.sequence_length, spec.valid_fraction)
     return made
@@ -120,10 +118,8 @@ def split_samples(tokens: int, sequence_length: int, valid_fraction: float) -> t
         need = parts * (sequence_length + 1)
         raise DataError(
             f"The text has {tokens} tokens; sequence_length = {sequence_length} needs {need}.",
-            why="one sequence and the token after it for training"
-            + (", and as much held out" if parts == 2 else ""),
-            fix="give more text, or a smaller sequence_length"
-            + (", or valid_fraction = 0" if parts == 2 else ""),
+            why="one sequence and the token after it for training" + (", and as much held out" if parts == 2 else ""),
+            fix="give more text, or a smaller sequence_length" + (", or valid_fraction = 0" if parts == 2 else ""),
         )
     valid = min(whole - 1, max(1, round(whole * valid_fraction))) if valid_fraction > 0 else 0
     return whole - valid, valid
@@ -227,9 +223,7 @@ def _write_tokens(path: Path, digest: str, job: _Job) -> Header:
         os.fsync(out.fileno())
     _check_unchanged(job.files)
     if not tokens:
-        raise DataError(
-            "The text is empty.", why=f"{len(job.files)} files hold 0 tokens", fix="give files with text"
-        )
+        raise DataError("The text is empty.", why=f"{len(job.files)} files hold 0 tokens", fix="give files with text")
     return Header(
         format=FORMAT,
         digest=digest,
@@ -250,9 +244,7 @@ def _check_unchanged(files: Sequence[TextFile]) -> None:
         except OSError:
             same = False
         if not same:
-            raise DataError(
-                f"{file.path} changed while it was read.", fix="start again when nothing writes to it"
-            )
+            raise DataError(f"{file.path} changed while it was read.", fix="start again when nothing writes to it")
 
 
 def _reported(progress: Progress | None, files: Sequence[TextFile]) -> Callable[[int], None]:
@@ -311,8 +303,7 @@ def _cannot_write(root: Path, error: OSError, files: Sequence[TextFile]) -> Data
     need = format_bytes(2 * sum(file.size for file in files))
     return DataError(
         f"The token file cannot be written below {root}.",
-        why=f"{error.strerror or error}"
-        + (f"; it takes about {need}; what was begun is removed" if full else ""),
+        why=f"{error.strerror or error}" + (f"; it takes about {need}; what was begun is removed" if full else ""),
         fix=("free space there, or " if full else "")
         + "set SHARDWISE_CACHE to a folder with room that you may write to",
     )

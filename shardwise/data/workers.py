@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
 
 from shardwise.environment import process_identity, usable_cpus
 from shardwise.errors import TrainingFailed
+from shardwise.torch_private import forget_workers, shutdown_workers
 
 GRACE_SECONDS = 2.0  # for a worker that is inside a dataset's own code when the loader is closed
 
@@ -66,24 +66,16 @@ def _unwatched(batches: Any) -> None:
     """Let a dead worker be found by whoever waits for its next batch, within 5 seconds.
 
     Torch raises for it out of a signal handler: at any line of the program, even while we end the others.
-
-    Private: `_remove_worker_pids`, `_worker_pids_set`.
     """
-    signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
-    batches._worker_pids_set = False
+    forget_workers(batches)
 
 
 def _end(batches: Any, started: list[Any]) -> None:
-    """End the workers: asked first, and killed after the grace (they ignore SIGTERM).
-
-    Private: `_shutdown_workers`, which dropping the last reference would call; but a traceback may hold one.
-    """
-    overdue = threading.Timer(
-        GRACE_SECONDS, lambda: [worker.kill() for worker in started if worker.is_alive()]
-    )
+    """End the workers: asked first, and killed after the grace (they ignore SIGTERM)."""
+    overdue = threading.Timer(GRACE_SECONDS, lambda: [worker.kill() for worker in started if worker.is_alive()])
     overdue.start()
     try:
-        batches._shutdown_workers()
+        shutdown_workers(batches)
     finally:
         overdue.cancel()
         overdue.join()

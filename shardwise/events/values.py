@@ -12,9 +12,7 @@ import msgspec
 UNSTAMPED = 0.0
 
 
-class Event(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="event", tag=True
-):
+class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="event", tag=True):
     """Something that happened. `time` in unix seconds; `Events.emit` fills it in where it is 0."""
 
     time: float = UNSTAMPED

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.torch_private import BatchNorm
+
 
 class BatchNormOverRanks(nn.Module):
     """A BatchNorm whose mean and variance are those of the micro-batch of all ranks together.
@@ -24,7 +26,7 @@ class BatchNormOverRanks(nn.Module):
     running_var: torch.Tensor | None
     num_batches_tracked: torch.Tensor | None
 
-    def __init__(self, replaced: nn.modules.batchnorm._BatchNorm) -> None:
+    def __init__(self, replaced: BatchNorm) -> None:
         super().__init__()
         self.eps, self.momentum, self.num_features = replaced.eps, replaced.momentum, replaced.num_features
         self.track_running_stats = replaced.track_running_stats
@@ -58,7 +60,7 @@ class BatchNormOverRanks(nn.Module):
 
 def over_ranks(module: nn.Module) -> nn.Module:
     """`module` with every BatchNorm replaced, in place (a root that is one is returned anew); names stay."""
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, BatchNorm):
         return BatchNormOverRanks(module)
     for name, child in list(module.named_children()):
         replaced = over_ranks(child)

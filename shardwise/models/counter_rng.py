@@ -35,13 +35,9 @@ def normal_values(seed: int, name: str, first: int, count: int, std: float = 1.0
     return _values(seed, name, first, count, transform)
 
 
-def uniform_values(
-    seed: int, name: str, first: int, count: int, low: float = 0.0, high: float = 1.0
-) -> Floats:
+def uniform_values(seed: int, name: str, first: int, count: int, low: float = 0.0, high: float = 1.0) -> Floats:
     """Uniform values in [low, high) (rounding to fp32 may reach `high`) at flat indices from `first`."""
-    return _values(
-        seed, name, first, count, lambda draws: low + (high - low) * ((draws >> np.uint64(11)) * 2.0**-53)
-    )
+    return _values(seed, name, first, count, lambda draws: low + (high - low) * ((draws >> np.uint64(11)) * 2.0**-53))
 
 
 def _values(
@@ -70,9 +66,7 @@ def fill_normal_(tensor: torch.Tensor, *, seed: int, name: str, std: float, mean
     Raises: ModelError for a layout other than replicated or evenly ordered shards.
     """
     whole = tuple(tensor.shape)
-    local, bounds = (
-        (tensor.to_local(), shard_bounds(tensor)) if isinstance(tensor, DTensor) else (tensor, _all(whole))
-    )
+    local, bounds = (tensor.to_local(), shard_bounds(tensor)) if isinstance(tensor, DTensor) else (tensor, _all(whole))
     if local.numel() == 0:
         return
     row = int(np.prod(whole[1:], dtype=np.int64))

@@ -95,9 +95,7 @@ class Attention(nn.Module):
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [B, H, S, D]
-        return self.o_proj(
-            mixed.transpose(1, 2).flatten(2)
-        )  # [B, H, S, D] -> [B, S, H * D] -> [B, S, hidden]
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))  # [B, H, S, D] -> [B, S, H * D] -> [B, S, hidden]
 
 
 class FeedForward(nn.Module):
@@ -164,9 +162,7 @@ class Decoder(nn.Module):
         """
         seed = torch.initial_seed() if seed is None else seed
         if self.arch.tied_embeddings and self.lm_head.weight is not self.embed_tokens.weight:
-            self.lm_head.weight = (
-                self.embed_tokens.weight
-            )  # torch's to_empty() gives each name its own storage
+            self.lm_head.weight = self.embed_tokens.weight  # torch's to_empty() gives each name its own storage
         for name, parameter in self.named_parameters():
             std = _initial_std(canonical(name), self.arch.num_layers)
             if std == 0:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ModelError
 from shardwise.models.batch_norm import over_ranks
 from shardwise.names import canonical
+from shardwise.torch_private import BatchNorm
 
 
 class Blocks(NamedTuple):
@@ -36,9 +36,7 @@ def find_blocks(module: nn.Module, path: str = "auto") -> Blocks:
     No blocks is harmless: the module is then one unit. Raises: ModelError for a path that is not there.
     """
     containers = {
-        name: child
-        for name, child in module.named_modules()
-        if isinstance(child, nn.ModuleList | nn.Sequential)
+        name: child for name, child in module.named_modules() if isinstance(child, nn.ModuleList | nn.Sequential)
     }
     if path != "auto":
         return _blocks_at(path, containers)
@@ -104,11 +102,9 @@ def mixes_samples(module: nn.Module) -> list[Mixer]:
     found: list[Mixer] = []
     for path, child in module.named_modules():
         name = canonical(path) if path else "the model"
-        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+        if isinstance(child, BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
             found.append(_batch_norm(name, child))
-        elif _is_router(child) and not any(
-            _within(path, router.name) for router in found if router.kind == "router"
-        ):
+        elif _is_router(child) and not any(_within(path, router.name) for router in found if router.kind == "router"):
             found.append(_router(name, child))
     return found
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shardwise.torch_private import has_onednn_linear, onednn_linear, unsafe_view
+
 
 class Linear(nn.Linear):
     """`x @ weight.T`, without a bias.
@@ -36,11 +38,7 @@ def onednn_is_faster() -> bool:
 
     Read from the machine, never measured: the choice decides bits, so it must be the same on every start.
     """
-    return _has_operator() and "AuthenticAMD" in _cpu_description()
-
-
-def _has_operator() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_onednn_linear() and "AuthenticAMD" in _cpu_description()
 
 
 def _cpu_description() -> str:
@@ -64,9 +62,9 @@ def _onednn_serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` by oneDNN. Shapes: [..., k], [n, k] -> [..., n]."""
-    y = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, None, "none", [], "")
+    y = onednn_linear(x.flatten(0, -2), weight)
     # As torch's own linear does it: a plain view stays known as one, and FSDP warns of those.
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # [tokens, n] -> [..., n]
+    return unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # [tokens, n] -> [..., n]
 
 
 class _OneDnnLinear(torch.autograd.Function):

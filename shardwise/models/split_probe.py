@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
+
+from shardwise.torch_private import Dropout, tree_leaves, tree_map
 
 # In fp64 rounding is far below both, but a module may compute inside in fp32 (a norm that upcasts, say),
 # whose unit roundoff is 6e-8: a hundred roundings of it. In fp32 cancellation in gradients costs two digits
@@ -66,16 +66,14 @@ def halve(batch: Any) -> tuple[Any, Any]:
 
     Raises: ValueError where the tensors do not share a first dim of two or more.
     """
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in leaves}
     if len(sizes) != 1 or min(sizes) < 2:
         raise ValueError(f"a batch with first dims {sorted(sizes)} cannot be cut in two by samples")
     samples = sizes.pop()
 
     def part(first: int, last: int) -> Any:
-        return pytree.tree_map(
-            lambda leaf: leaf[first:last] if isinstance(leaf, torch.Tensor) else leaf, batch
-        )
+        return tree_map(lambda leaf: leaf[first:last] if isinstance(leaf, torch.Tensor) else leaf, batch)
 
     # Not in the middle: of three samples one, so that means over halves do not happen to weigh the same.
     first = max(1, samples // 3)
@@ -85,14 +83,14 @@ def halve(batch: Any) -> tuple[Any, Any]:
 def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     probe = copy.deepcopy(module).to(dtype).train()
     for child in probe.modules():
-        if isinstance(child, _DropoutNd):
+        if isinstance(child, Dropout):
             child.p = 0.0
     return probe
 
 
 def _run(probe: nn.Module, loss_fn: Any, inputs_fn: Any, batch: Any, dtype: torch.dtype) -> _Sums:
     """Totals and gradients of one batch, from the same buffers each time: running statistics go back."""
-    batch = pytree.tree_map(lambda leaf: _as(leaf, dtype), batch)
+    batch = tree_map(lambda leaf: _as(leaf, dtype), batch)
     buffers = {name: buffer.clone() for name, buffer in probe.named_buffers()}
     probe.zero_grad(set_to_none=True)
     args, kwargs = inputs_fn(batch)
@@ -120,9 +118,7 @@ def _compare(whole: _Sums, again: _Sums, first: _Sums, second: _Sums, bound: flo
     if not all(math.isfinite(total) for sums in (whole, first, second) for total in sums.totals.values()):
         return SplitProbe("unknown", "the loss is not finite")
     if _worst(whole, again, nothing)[0] > bound:
-        return SplitProbe(
-            "unknown", "two runs of one batch differ: the module draws random numbers as it trains"
-        )
+        return SplitProbe("unknown", "two runs of one batch differ: the module draws random numbers as it trains")
     difference, where = _worst(whole, first, second)
     if difference <= bound:
         return SplitProbe("additive", "a batch is the sum of its parts", difference, bound)
@@ -139,9 +135,7 @@ def _worst(whole: _Sums, first: _Sums, second: _Sums) -> tuple[float, str]:
         parts = (first.totals[name], second.totals.get(name, 0.0))
         scale = abs(total) + abs(parts[0]) + abs(parts[1])
         worst = max(worst, (abs(total - sum(parts)) / scale if scale else 0.0, name))
-    norms = [
-        float(gradient.norm()) for sums in (whole, first, second) for gradient in sums.gradients.values()
-    ]
+    norms = [float(gradient.norm()) for sums in (whole, first, second) for gradient in sums.gradients.values()]
     scale = max(norms, default=0.0)
     for name in whole.gradients.keys() | first.gradients.keys() | second.gradients.keys():
         parts_of = [sums.gradients.get(name, torch.zeros(())) for sums in (whole, first, second)]

@@ -49,9 +49,7 @@ def _decay(spec: ScheduleSpec, total_steps: int) -> tuple[int, int]:
     after_warmup = max(1, total_steps - spec.warmup_steps)
     if spec.name != "wsd":
         return spec.warmup_steps, after_warmup if spec.decay_steps == "auto" else spec.decay_steps
-    asked = (
-        max(1, round(WSD_DECAY_FRACTION * total_steps)) if spec.decay_steps == "auto" else spec.decay_steps
-    )
+    asked = max(1, round(WSD_DECAY_FRACTION * total_steps)) if spec.decay_steps == "auto" else spec.decay_steps
     steps = min(asked, after_warmup)
     return max(spec.warmup_steps, total_steps - steps), steps
 

@@ -1,8 +1,8 @@
 """Data parallel over plain parameters with buckets that never change: the same sums in the same order, every step.
 
-torch's DDP rebuilds its buckets after the first step, so a resumed run adds in another order and loses its bits. Here a
-bucket is a flat buffer whose slices are the parameters' gradients; buckets are reduced in one fixed order on every rank,
-each as soon as it and all before it are full.
+torch's DDP rebuilds its buckets after the first step, so a resumed run adds in another order and loses its bits.
+Here a bucket is a flat buffer whose slices are the parameters' gradients; buckets are reduced in one fixed order on
+every rank, each as soon as it and all before it are full.
 """
 
 from collections.abc import Callable

@@ -80,10 +80,7 @@ def _parameters_of_several(units: list[nn.Module]) -> set[nn.Parameter]:
         for parameter in unit.parameters():
             seen.setdefault(parameter, index)
     return {
-        p
-        for i, unit in enumerate(units)
-        for p in unit.parameters()
-        if seen[p] != i and not _inside(units, seen[p], i)
+        p for i, unit in enumerate(units) for p in unit.parameters() if seen[p] != i and not _inside(units, seen[p], i)
     }
 
 
@@ -95,7 +92,5 @@ def _inside(units: list[nn.Module], first: int, second: int) -> bool:
 def _tied_to_root(module: nn.Module, blocks: list[nn.Module]) -> set[nn.Parameter]:
     in_blocks = {p for block in blocks for p in block.parameters()}
     block_modules = {inner for block in blocks for inner in block.modules()}
-    outside = {
-        p for inner in module.modules() if inner not in block_modules for p in inner.parameters(recurse=False)
-    }
+    outside = {p for inner in module.modules() if inner not in block_modules for p in inner.parameters(recurse=False)}
     return in_blocks & outside

@@ -13,6 +13,7 @@ from shardwise.models import inspect
 from shardwise.parallel import data_parallel, device_mesh, precision
 from shardwise.plan import check
 from shardwise.plan.plan import Plan
+from shardwise.torch_private import buffer_slots, parameter_slots
 
 
 class Parallel:
@@ -74,9 +75,7 @@ def parallelize(
     # 4. Data parallel.
     gradients: data_parallel.GradientSum
     if decision.zero == 3 and mesh is not None:
-        gradients = data_parallel.full_shard(
-            module, units, fp32_modules, mesh=mesh, compute=decision.precision
-        )
+        gradients = data_parallel.full_shard(module, units, fp32_modules, mesh=mesh, compute=decision.precision)
         if initialize is not None:
             module.to_empty(device=device)
             initialize(module)
@@ -108,7 +107,7 @@ def empty_on(module: nn.Module, device: torch.device) -> None:
     """Give a module on meta uninitialised storage; Module.to_empty would make one tensor a name and untie weights."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for owner in module.modules():
-        for slots in (owner._parameters, owner._buffers):
+        for slots in (parameter_slots(owner), buffer_slots(owner)):
             for name, tensor in slots.items():
                 if tensor is None or not tensor.is_meta:
                     continue
@@ -116,7 +115,7 @@ def empty_on(module: nn.Module, device: torch.device) -> None:
                     empty = torch.empty_like(tensor, device=device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                slots[name] = made[tensor]  # type: ignore[assignment]
+                slots[name] = made[tensor]
 
 
 def refuse_mixing(module: nn.Module, spec: ModelSpec) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import ModelError
+from shardwise.torch_private import parameter_slots, tree_map
 
 COMPUTE_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,7 +64,7 @@ def select_fp32_modules(module: nn.Module, names: Iterable[str]) -> list[nn.Modu
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast every floating tensor in a nested value; the rest stands as it is."""
-    return pytree.tree_map(
+    return tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
         value,
     )
@@ -89,7 +89,7 @@ class ComputeCopies:
         param_dtype: torch.dtype,
         output_dtype: torch.dtype | None,
     ):
-        self.owners = [owner for owner in _owned_modules(unit, skip) if owner._parameters]
+        self.owners = [owner for owner in _owned_modules(unit, skip) if parameter_slots(owner)]
         self.param_dtype = param_dtype
         self.output_dtype = output_dtype
         self.masters: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -100,23 +100,19 @@ class ComputeCopies:
         # One copy for each parameter, however many names it has, so that tied weights stay one.
         copies: dict[nn.Parameter, torch.Tensor] = {}
         for owner in self.owners:
-            for name, parameter in owner._parameters.items():
-                if (
-                    parameter is None
-                    or not parameter.is_floating_point()
-                    or not isinstance(parameter, nn.Parameter)
-                ):
+            for name, parameter in parameter_slots(owner).items():
+                if parameter is None or not parameter.is_floating_point() or not isinstance(parameter, nn.Parameter):
                     continue
                 if parameter not in copies:
                     copies[parameter] = parameter.to(self.param_dtype)
                 self.masters.append((owner, name, parameter))
         for owner, name, parameter in self.masters:
-            owner._parameters[name] = copies[parameter]  # type: ignore[assignment]
+            parameter_slots(owner)[name] = copies[parameter]
         return cast_floats(args, self.param_dtype), cast_floats(kwargs, self.param_dtype)
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         for owner, name, parameter in self.masters:
-            owner._parameters[name] = parameter
+            parameter_slots(owner)[name] = parameter
         self.masters.clear()
         return output if self.output_dtype is None else cast_floats(output, self.output_dtype)
 

@@ -9,9 +9,7 @@ import sys
 from types import FrameType
 
 # The instruction that drops the loop's iterator: after an exception it is whatever raised instead.
-ORDERLY = frozenset(
-    {"POP_TOP", "POP_ITER", "END_FOR", "SWAP", "RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR"}
-)
+ORDERLY = frozenset({"POP_TOP", "POP_ITER", "END_FOR", "SWAP", "RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR"})
 
 
 def in_order(own_file: str) -> bool:

@@ -1,4 +1,4 @@
-"""Promise 1 before training starts: a loss that is not a sum over samples is found by running a batch whole and in two."""
+"""Promise 1 before training starts: a batch is run whole and in two, to find a loss that is no sum over samples."""
 
 from typing import Any
 

@@ -24,9 +24,7 @@ class Evaluation:
     metrics: Mapping[str, float]
 
 
-def evaluate(
-    module: nn.Module, parallel: Parallel, data: Any, loss: LossFunction, inputs: Inputs
-) -> Evaluation:
+def evaluate(module: nn.Module, parallel: Parallel, data: Any, loss: LossFunction, inputs: Inputs) -> Evaluation:
     """Forward only, in eval mode, in the order of the data; the training mode comes back afterwards. Collective."""
     decision = parallel.plan.decision
     loader = data.loader(
@@ -53,9 +51,7 @@ def evaluate(
     return Evaluation(outcome.loss, outcome.count, outcome.losses, outcome.metrics)
 
 
-def _sums(
-    module: nn.Module, parallel: Parallel, loader: Any, loss: LossFunction, inputs: Inputs
-) -> LocalSums:
+def _sums(module: nn.Module, parallel: Parallel, loader: Any, loss: LossFunction, inputs: Inputs) -> LocalSums:
     sums = LocalSums()
     for micros in loader:
         for micro in micros:

@@ -57,9 +57,7 @@ def first_failure(where: Where) -> Failed | None:
         from_line(path.read_bytes())
         for path in (where.folder / "events").glob(f"failed-attempt-{where.attempt:03d}-rank-*.json")
     )
-    return min(
-        (one for one in found if isinstance(one, Failed)), key=lambda failed: failed.time, default=None
-    )
+    return min((one for one in found if isinstance(one, Failed)), key=lambda failed: failed.time, default=None)
 
 
 def install() -> None:

@@ -50,12 +50,10 @@ class Journal:
                 plan=summary(self.plan),
                 step=step,
                 steps=self.total,
-            )  # fmt: skip
+            )
         )
         for change in changes:
-            self.events.emit(
-                happened.SettingsChanged(key=change.key, before=change.before, after=change.after)
-            )
+            self.events.emit(happened.SettingsChanged(key=change.key, before=change.before, after=change.after))
 
     def fallback(self, what: str, why: str) -> None:
         self.events.emit(happened.Fallback(what=what, why=why))
@@ -86,7 +84,7 @@ class Journal:
                 mfu=self._mfu(speed),
                 eta_seconds=(self.total - number) * recent_seconds / len(self.recent),
                 metrics=metrics,
-            )  # fmt: skip
+            )
         )
 
     def _mfu(self, tokens_per_second: float | None) -> float | None:
@@ -129,7 +127,7 @@ class Journal:
                 valid_loss=self.valid_loss,
                 tokens_per_second=speed,
                 sample=sample,
-            )  # fmt: skip
+            )
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import LossError
+from shardwise.torch_private import tree_leaves
 
 Number = torch.Tensor | float | int
 
@@ -47,7 +48,7 @@ def named(value: object) -> dict[str, Loss]:
         raise LossError(
             "The loss function returned a bare scalar.",
             why="an average cannot be joined with other averages unless it says over how many items it was taken",
-            fix="return sw.Loss(total, count), or wrap the function: loss=sw.mean_per_sample(fn) if it averages over samples",
+            fix="return sw.Loss(total, count); for a mean over samples, loss=sw.mean_per_sample(fn)",
         )
     raise LossError(
         f"The loss function returned {type(value).__name__}.",
@@ -68,9 +69,7 @@ def mean_per_sample(fn: Callable[[Any, Any], torch.Tensor]) -> LossFunction:
 
 def batch_size(batch: Any) -> int:
     """The leading dim of the first tensor in a batch. Raises: LossError where there is none."""
-    for leaf in torch.utils._pytree.tree_leaves(batch):
+    for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
             return int(leaf.shape[0])
-    raise LossError(
-        "The batch holds no tensor with a leading dim.", fix="return sw.Loss(total, count) from the loss"
-    )
+    raise LossError("The batch holds no tensor with a leading dim.", fix="return sw.Loss(total, count) from the loss")

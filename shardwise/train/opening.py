@@ -54,9 +54,7 @@ def require_shared(folder: Path) -> None:
 
 def say_finished(opened: RunState) -> None:
     if ranks.is_main():
-        print(
-            f"{opened.folder} is finished. Start another with fresh=True (--fresh), or raise the number of steps."
-        )
+        print(f"{opened.folder} is finished. Start another with fresh=True (--fresh), or raise the number of steps.")
 
 
 def record_finished(recipe: Recipe, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The parts for a loop of your own: init, batches. (parallelize, forward_backward, clip_grad_norm, Checkpointer stand alone.)"""
+"""The parts for a loop of your own that are not elsewhere: init, build_optimizer, batches."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -66,11 +66,7 @@ def init(
 
 def build_optimizer(module: nn.Module, factory: Any) -> torch.optim.Optimizer:
     """`factory(module)` on the split parameters, checked. Raises: ModelError."""
-    optimizer = (
-        factory(module)
-        if not isinstance(factory, recipes.OptimizerSpec)
-        else optimizers.build(factory, module)
-    )
+    optimizer = factory(module) if not isinstance(factory, recipes.OptimizerSpec) else optimizers.build(factory, module)
     setup.require_optimizer(optimizer, module, parallel_of(module).plan.decision.zero)
     return optimizer
 

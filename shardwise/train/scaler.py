@@ -19,9 +19,7 @@ class LossScaler:
     def start(self, count: float) -> None:
         """Choose the first scale from what one global batch counts."""
         if not self.started:
-            self.scale = 2.0 ** (
-                math.log2(INITIAL_SCALE_OF_AN_AVERAGE) - math.ceil(math.log2(max(count, 1.0)))
-            )
+            self.scale = 2.0 ** (math.log2(INITIAL_SCALE_OF_AN_AVERAGE) - math.ceil(math.log2(max(count, 1.0))))
             self.started = True
 
     def update(self, finite: bool) -> None:

@@ -94,7 +94,7 @@ class Settings:
         samples, rest = divmod(self.tokens_per_step, self.tokens_per_sample)
         if rest or not samples:
             raise RecipeError(
-                f"tokens_per_step = {self.tokens_per_step} is not a multiple of {self.tokens_per_sample} tokens a sample.",
+                f"tokens_per_step = {self.tokens_per_step} is no multiple of {self.tokens_per_sample} tokens a sample.",
                 fix=f"tokens_per_step={max(1, samples) * self.tokens_per_sample}",
             )
         return {"global_batch": samples}
@@ -106,11 +106,7 @@ def _plan_keys(plan: str | PlanRequest | Mapping[str, Any] | Plan) -> Any:
 
 def describe(value: Any) -> str:
     """A name for a callable or an object, for the record in the plan."""
-    named = (
-        value
-        if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__"))
-        else type(value)
-    )
+    named = value if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")) else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
 
@@ -129,9 +125,7 @@ def build_model(model: Any, recipe: Recipe) -> tuple[nn.Module, Initialize | Non
             decoder = Decoder(model)
         return decoder, lambda module: initialize_decoder(module, recipe.seed)
     if isinstance(model, str):
-        raise ModelError(
-            f"model = {model!r} cannot be loaded yet.", fix="give a function that builds the module"
-        )
+        raise ModelError(f"model = {model!r} cannot be loaded yet.", fix="give a function that builds the module")
     return materialize.build(model, recipe.seed), None
 
 
@@ -150,9 +144,7 @@ def recipe_arch(recipe: Recipe, kind: str) -> Arch:
         return archs.preset(name)
     if model.config is not None:
         return archs.from_config_json(model.config)
-    raise ModelError(
-        "This recipe's model cannot be built yet.", fix="use model.preset, model.config or model.factory"
-    )
+    raise ModelError("This recipe's model cannot be built yet.", fix="use model.preset, model.config or model.factory")
 
 
 def recipe_data(recipe: Recipe) -> tuple[Any, Any]:
@@ -198,9 +190,7 @@ def require_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, zero:
 def with_end(recipe: Recipe, steps: int | None, epochs: int | None, tokens: float | None) -> Recipe:
     """The recipe with run()'s own end, if it was given one. Raises: RecipeError unless there is exactly one."""
     given = {
-        name: value
-        for name, value in (("steps", steps), ("epochs", epochs), ("tokens", tokens))
-        if value is not None
+        name: value for name, value in (("steps", steps), ("epochs", epochs), ("tokens", tokens)) if value is not None
     }
     if given:
         ends = {"steps": None, "epochs": None, "tokens": None, **given}

@@ -1,7 +1,7 @@
 """One step: forward and backward over this rank's micro-batches, one agreement over the ranks, one scaling.
 
-Gradients are of the summed loss. They are divided once, at the end, by what the whole global batch counts; clipping rides
-in the same multiplication, and the gradient norm, the stop flag and the counts ride in the same all-reduce.
+Gradients are of the summed loss. They are divided once, at the end, by what the whole global batch counts; clipping
+rides in the same multiplication, and the gradient norm, the stop flag and the counts ride in the same all-reduce.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from shardwise import ranks
 from shardwise.data.micros import MicroBatch, Micros
 from shardwise.data.order import seed_of
 from shardwise.errors import LossError, ModelError
 from shardwise.parallel.parallelize import Parallel, parallel_of
+from shardwise.torch_private import norms, scale_, tree_map
 from shardwise.train.loss import Loss, LossFunction, named
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -29,16 +29,13 @@ Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 class StepLoss:
     """The agreed outcome of one step: the same value on every rank.
 
-    `loss` and `metrics` are averages over the global batch, `count` what it counted, `losses` each named loss's average,
-    `grad_norm` the norm before clipping (NaN until `clip_grad_norm` where an own loop asks for it there).
+    `loss` and `metrics` are averages over the global batch, `count` what it counted, `losses` each named one's average.
     """
 
     loss: float
     count: float
     losses: Mapping[str, float]
     metrics: Mapping[str, float]
-    grad_norm: float = math.nan
-    stop: int = 0
 
     @property
     def finite(self) -> bool:
@@ -101,9 +98,7 @@ def call_inputs(module: nn.Module, inputs: Inputs | str) -> Inputs:
 def to_device(batch: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return batch
-    return pytree.tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
-    )
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 @dataclasses.dataclass
@@ -144,8 +139,7 @@ def _accumulate(parallel: Parallel, work: Work) -> LocalSums:
         if len(losses) > 1 and not divisors:
             divisors = _global_counts(parallel, work, sums)
         objective: torch.Tensor = sum(
-            loss.total * (loss.weight * micro.weight / divisors.get(name, 1.0))
-            for name, loss in losses.items()
+            loss.total * (loss.weight * micro.weight / divisors.get(name, 1.0)) for name, loss in losses.items()
         )  # type: ignore[assignment]
         parallel.gradients.last_micro_batch = index == len(work.micros) - 1
         work.phase = "backward"
@@ -162,9 +156,7 @@ def _forward(parallel: Parallel, work: Work, index: int) -> dict[str, Loss]:
     work.phase = "forward"
     batch = to_device(work.micros[index].batch, parallel.device)
     # Dropout is a function of the position alone, so that a resumed run draws what an unbroken one would have.
-    torch.manual_seed(
-        seed_of(parallel.plan.recipe.seed, "micro-batch", work.step, parallel.data_coord, index)
-    )
+    torch.manual_seed(seed_of(parallel.plan.recipe.seed, "micro-batch", work.step, parallel.data_coord, index))
     args, kwargs = work.inputs(batch)
     return named(work.loss(work.module(*args, **kwargs), batch))
 
@@ -228,8 +220,8 @@ def squares(parallel: Parallel, gradients: list[torch.Tensor]) -> torch.Tensor:
     """This rank's share of the squared gradient norm, fp64: shards add up; what is replicated has one owner."""
     if not parallel.sharded and not ranks.is_main():
         return torch.zeros((), dtype=torch.float64, device=parallel.device)
-    norms = torch.stack(torch._foreach_norm(gradients)).to(torch.float64)
-    return norms.square().sum()
+    stacked = torch.stack(norms(gradients)).to(torch.float64)
+    return stacked.square().sum()
 
 
 def agree(sums: LocalSums, extra: list[Any], device: torch.device) -> tuple[StepLoss, list[float]]:
@@ -262,7 +254,7 @@ def divisor(outcome: StepLoss) -> float:
 
 def scale_gradients(gradients: list[torch.Tensor], factor: float) -> None:
     if gradients and factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
+        scale_(gradients, factor)
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:
@@ -296,7 +288,7 @@ def forward_backward(
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
-    """Scale the gradients so that their norm over the whole mesh is at most `max_norm`; the norm before it. Collective."""
+    """Scale gradients so that their norm over the mesh is at most `max_norm`; the norm before it. Collective."""
     parallel = parallel_of(module)
     gradients = local_gradients(parallel)
     norm = math.sqrt(ranks.all_reduce_sum(squares(parallel, gradients).reshape(1)).item())

@@ -78,8 +78,8 @@ class Step:
 class Trainer:
     """Trains a module under a plan; `for step in trainer.run(steps=...)` is one optimizer update each.
 
-    The keywords are a Recipe's keys (DESIGN: the Trainer); `loss(outputs, batch)` returns sw.Loss(total, count). The same
-    command again goes on where the run stands. Collective: every rank makes the same calls.
+    The keywords are a Recipe's keys; `loss(outputs, batch)` returns sw.Loss(total, count). The same command again goes
+    on where the run stands. Collective: every rank makes the same calls.
 
     Raises: BadInput before anything is trained; TrainingFailed while it runs.
     """
@@ -143,9 +143,7 @@ class Trainer:
         self.not_probed = ""
         if initialize is None:
             refuse_mixing(module, recipe.model)
-            self.not_probed = require_additive(
-                module, self.loss, self.inputs, self.data, recipe.model, recipe.seed
-            )
+            self.not_probed = require_additive(module, self.loss, self.inputs, self.data, recipe.model, recipe.seed)
         self.model = parallelize(module, self.plan, blocks=recipe.model.blocks, initialize=initialize)
         self.parallel = parallel_of(self.model)
         self.scaler = LossScaler(self.plan.decision.precision == "fp16")
@@ -332,9 +330,7 @@ class Trainer:
         )
         self.number = self.checkpointer.resume()
         WHERE.step = self.number
-        self.journal.started(
-            ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes
-        )
+        self.journal.started(ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes)
         if self.not_probed:
             self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
 
@@ -358,9 +354,7 @@ class Trainer:
         WHERE.phase = "evaluate"
         chosen = self.valid if data is None else as_data(data)
         if chosen is None:
-            raise TrainingFailed(
-                "There is nothing to evaluate on.", fix="give the Trainer valid=, or evaluate(data)"
-            )
+            raise TrainingFailed("There is nothing to evaluate on.", fix="give the Trainer valid=, or evaluate(data)")
         started = time.perf_counter()
         result = evaluate(self.model, self.parallel, chosen, self.loss, self.inputs)
         self.journal.evaluated(self.number, result, time.perf_counter() - started)

@@ -149,9 +149,7 @@ def refused(folder: str, case: str, **settings: Any) -> str:
 def contrastive(outputs: torch.Tensor, batch: Any) -> sw.Loss:
     """Each sample is told from the others of its micro-batch."""
     scores = outputs @ batch[1].T
-    return sw.Loss(
-        nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores)
-    )
+    return sw.Loss(nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores))
 
 
 class Router(nn.Module):

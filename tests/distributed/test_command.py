@@ -216,9 +216,7 @@ def test_out_of_memory_names_rank_step_phase_and_a_fix_that_works(tmp_path: Path
         (["--set", "run=text.txt"], ["text.txt"]),
     ],
 )  # fmt: skip
-def test_bad_input_ends_before_any_rank_starts(
-    tmp_path: Path, changes: list[str], expected: list[str]
-) -> None:
+def test_bad_input_ends_before_any_rank_starts(tmp_path: Path, changes: list[str], expected: list[str]) -> None:
     result = run([*recipe(tmp_path, steps=3), *changes], tmp_path)
     assert result.returncode == 2, result.stderr + result.stdout
     for part in expected:

@@ -17,18 +17,14 @@ CASES = [(1, 0, 1), (1, 0, 3), (2, 0, 1), (2, 3, 2), (3, 0, 2), (3, 3, 1), (4, 0
 
 @cache
 def reference(tied: bool, precision: str, optimizer: str) -> dict[str, Any]:
-    return work.reference(
-        steps=STEPS, shape={"tied_embeddings": tied}, precision=precision, optimizer=optimizer
-    )
+    return work.reference(steps=STEPS, shape={"tied_embeddings": tied}, precision=precision, optimizer=optimizer)
 
 
 def trained(
     pool: Pool, folder: Path, world: int, **arguments: Any
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     out = folder / "tensors.npz"
-    results = pool.run(
-        world, "tests.distributed.work:train", out=str(out), world=world, steps=STEPS, **arguments
-    )
+    results = pool.run(world, "tests.distributed.work:train", out=str(out), world=world, steps=STEPS, **arguments)
     with np.load(out) as saved:
         return results, dict(saved)
 
@@ -64,7 +60,7 @@ def test_in_fp64_ranks_give_the_hand_written_loop(
 def test_in_fp32_ranks_stay_within_the_rounding_bound(
     pool: Pool, tmp_path: Path, world: int, zero: int, accumulation: int
 ) -> None:
-    """Rounding tier. Losses 1e-6 and norms 1e-5 by hard-parts 4; gradients within k * C^depth * eps of each tensor's norm.
+    """Rounding tier: losses 1e-6, norms 1e-5; gradients within k * C^depth * eps of each tensor's norm.
 
     k = 4 and C = 1.03 (arXiv 2506.09280, theorem 5.3), times sqrt(width x batch tokens), the terms of one sum.
     """

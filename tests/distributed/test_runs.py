@@ -71,9 +71,7 @@ def test_a_non_finite_loss_of_one_rank_is_skipped_on_all(pool: Pool, tmp_path: P
     assert results[0]["told"] == 3
 
 
-def test_three_non_finite_losses_in_a_row_stop_the_run_with_its_checkpoint_kept(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_three_non_finite_losses_in_a_row_stop_the_run_with_its_checkpoint_kept(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(2, f"{RUNS}:non_finite", folder=str(tmp_path / "run"), bad=[3, 4, 5], steps=9)
     for result in results:
         assert result["error"].startswith(

@@ -1,4 +1,4 @@
-"""What the pool's ranks run: training under a plan, by the engine's own parts, with everything worth comparing returned."""
+"""What the pool's ranks run: training under a plan by the engine's own parts, with what is worth comparing."""
 
 from typing import Any
 
@@ -83,11 +83,9 @@ def train(
     precision: str = "fp64", optimizer: str = "adamw", clip: float = 0.5, shape: dict[str, Any] | None = None,
     fault: str = "", **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train the small decoder; losses and norms are returned, gradients of step 1 and last parameters go to `out`.npz."""
+    """Train the small decoder; gradients of step 1 and the last parameters go to `out`."""
     ranks.start()
-    made = plan(
-        world, zero=zero, global_batch=global_batch, accumulation=accumulation, precision=precision, **more
-    )
+    made = plan(world, zero=zero, global_batch=global_batch, accumulation=accumulation, precision=precision, **more)
     with torch.device("meta"):
         module: nn.Module = Decoder(arch(**(shape or {})))
     if precision == "fp64":

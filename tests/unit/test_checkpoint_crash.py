@@ -51,9 +51,7 @@ def training(run: Path, value: int, at: int = 0) -> Checkpointer:
             optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, value)
     store = FaultyStore(LocalStore(run / "checkpoints"), at, lambda _: os.kill(os.getpid(), signal.SIGKILL))
     policy = CheckpointPolicy(every_steps=1, keep=1)
-    return Checkpointer(
-        run, module, optimizer, state={"value": value}, store=store, policy=policy, events=Events()
-    )
+    return Checkpointer(run, module, optimizer, state={"value": value}, store=store, policy=policy, events=Events())
 
 
 def killed_save(run: Path, at: int) -> int:

@@ -194,10 +194,5 @@ def test_nothing_here_reads_or_writes_a_pickle() -> None:
     for path in Path(shardwise.checkpoint.__file__).parent.glob("*.py"):
         lines = path.read_text().splitlines()
         code = [line for line in lines if "never a pickle" not in line and "nothing is pickled" not in line]
-        found = [
-            (path.name, line)
-            for line in code
-            for word in banned
-            if word in line.replace("without pickle", "")
-        ]
+        found = [(path.name, line) for line in code for word in banned if word in line.replace("without pickle", "")]
         assert found == []

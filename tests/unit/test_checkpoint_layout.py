@@ -21,15 +21,11 @@ def points(region: Region) -> set[tuple[int, ...]]:
 @st.composite
 def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     offsets = tuple(draw(st.integers(0, size)) for size in shape)
-    return Region(
-        offsets, tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True))
-    )
+    return Region(offsets, tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True)))
 
 
 @given(st.data(), SHAPES, st.lists(st.integers(1, 4), min_size=1, max_size=2))
-def test_the_parts_of_a_mesh_tile_the_tensor_once(
-    data: st.DataObject, shape: tuple[int, ...], mesh: list[int]
-) -> None:
+def test_the_parts_of_a_mesh_tile_the_tensor_once(data: st.DataObject, shape: tuple[int, ...], mesh: list[int]) -> None:
     dims = [data.draw(st.integers(0, len(shape) - 1)) for _ in mesh]
     seen: list[tuple[int, ...]] = []
     for coordinate in product(*map(range, mesh)):
@@ -71,8 +67,6 @@ def test_a_scalar_overlaps_itself() -> None:
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 5))
 def test_writers_differ_by_no_more_than_the_largest_item(sizes: list[int], writers: int) -> None:
     owners = spread(sizes, writers)
-    load = [
-        sum(size for size, owner in zip(sizes, owners, strict=True) if owner == w) for w in range(writers)
-    ]
+    load = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == w) for w in range(writers)]
     assert len(owners) == len(sizes)
     assert max(load) - min(load) <= max(sizes, default=0)

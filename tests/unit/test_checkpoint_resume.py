@@ -308,9 +308,7 @@ def test_a_model_optimizer_or_state_that_differs_is_refused_by_name_and_nothing_
     half = of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16))
     assert "is BF16 [2, 2], and F32 [2, 2] was saved" in refusal(tmp_path, *half, **same)
     fresh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert "a SGD, and a Adam was saved" in refusal(
-        tmp_path, *of(fresh, lambda p: torch.optim.SGD(p)), **same
-    )
+    assert "a SGD, and a Adam was saved" in refusal(tmp_path, *of(fresh, lambda p: torch.optim.SGD(p)), **same)
     assert "only in the checkpoint: optimizer" in refusal(tmp_path, fresh, **same)
     assert "only in the checkpoint: state/ema" in refusal(tmp_path, *of(fresh))
     assert "not in the checkpoint: state/other" in refusal(tmp_path, *of(fresh), state={"ema": 1, "other": 2})
@@ -504,9 +502,7 @@ class Asked:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_saves_at_the_next_step_and_leaves_with_its_code(
-    number: int, code: int, tmp_path: Path
-) -> None:
+def test_a_signal_saves_at_the_next_step_and_leaves_with_its_code(number: int, code: int, tmp_path: Path) -> None:
     asked = Asked()
     checkpointer = Checkpointer(tmp_path, nn.Linear(1, 1), signals=asked)
     assert not checkpointer.step(1)

@@ -47,9 +47,7 @@ def test_deleting_twice_deletes_nothing_more(history: Any, keep: int) -> None:
 
 def test_order_is_by_step_in_the_manifest_and_not_by_name() -> None:
     names = [folder_name(step, "run", "0" * 8, at) for at, step in enumerate((99_999_999, 100_000_000))]
-    items = [
-        Committed(name, manifest(step)) for name, step in zip(names, (99_999_999, 100_000_000), strict=True)
-    ]
+    items = [Committed(name, manifest(step)) for name, step in zip(names, (99_999_999, 100_000_000), strict=True)]
     assert surplus(items, keep=1, current=names[1]) == [names[0]]
 
 
@@ -66,9 +64,7 @@ def store_with(*folders: tuple[str, str]) -> MemoryStore:
 def test_a_store_is_read_by_lineage_and_what_is_foreign_is_never_opened() -> None:
     mine = [folder_name(step, "run", "0" * 8, 0) for step in range(3)]
     other = folder_name(9, "another run", "0" * 8, 0)
-    store = store_with(
-        (mine[0], "whole"), (mine[1], "torn"), (mine[2], "damaged"), (other, "damaged"), ("x", "whole")
-    )
+    store = store_with((mine[0], "whole"), (mine[1], "torn"), (mine[2], "damaged"), (other, "damaged"), ("x", "whole"))
     found = look(store, "run")
     assert [item.folder for item in found.committed] == [mine[0]]
     assert found.torn == [mine[1]]

@@ -67,16 +67,12 @@ class Lines(IterableDataset[int]):
 def read(data: Any, ranks: int = 1, micro_batches: int = 1, **options: Any) -> list[list[Any]]:
     """The samples of each step over all ranks, in order; dummies left out."""
     options = {"seed": 0, "global_batch": 6, "epochs": 1, **options}
-    loaders = [
-        data.loader(rank=rank, ranks=ranks, micro_batches=micro_batches, **options) for rank in range(ranks)
-    ]
+    loaders = [data.loader(rank=rank, ranks=ranks, micro_batches=micro_batches, **options) for rank in range(ranks)]
     steps = []
     for together in zip(*loaders, strict=True):
         assert {len(micros) for micros in together} == {micro_batches}
         assert len({(m.first, m.samples, m.epoch, m.last_of_epoch, m.next_position) for m in together}) == 1
-        samples = [
-            rows(micro.batch)[: micro.samples] for micros in together for micro in micros if micro.weight
-        ]
+        samples = [rows(micro.batch)[: micro.samples] for micros in together for micro in micros if micro.weight]
         steps.append([sample for own in samples for sample in own])
         assert len(steps[-1]) == together[0].samples
     return steps
@@ -84,9 +80,7 @@ def read(data: Any, ranks: int = 1, micro_batches: int = 1, **options: Any) -> l
 
 def rows(batch: Any) -> list[Any]:
     """The samples of a collated batch."""
-    return (
-        list(zip(*(rows(part) for part in batch), strict=True)) if isinstance(batch, list) else batch.tolist()
-    )
+    return list(zip(*(rows(part) for part in batch), strict=True)) if isinstance(batch, list) else batch.tolist()
 
 
 exact = settings(derandomize=True, deadline=None, max_examples=40)
@@ -118,9 +112,7 @@ def test_any_ranks_and_micro_batches_read_the_same_samples_in_the_same_steps(
     stop=st.integers(0, 30),
     ranks=st.integers(1, 3),
 )
-def test_a_loader_resumed_at_any_step_goes_on_with_the_same_samples(
-    n: int, last: str, stop: int, ranks: int
-) -> None:
+def test_a_loader_resumed_at_any_step_goes_on_with_the_same_samples(n: int, last: str, stop: int, ranks: int) -> None:
     data = Batches(Augmented(n), last=last, workers=0)
     options = {"global_batch": 4, "epochs": 3}
     whole = read(data, **options)
@@ -142,8 +134,7 @@ def test_without_shuffle_the_order_is_the_datasets() -> None:
 def test_a_short_batch_gives_every_rank_its_micro_batches_and_dummies_of_weight_0() -> None:
     data = Batches(Numbers(7), shuffle=False)
     per_rank = [
-        list(data.loader(seed=0, global_batch=6, micro_batches=2, rank=rank, ranks=3, epochs=1))
-        for rank in range(3)
+        list(data.loader(seed=0, global_batch=6, micro_batches=2, rank=rank, ranks=3, epochs=1)) for rank in range(3)
     ]
     last = [micro for steps in per_rank for micro in steps[-1]]
     assert [micro.weight for micro in last] == [0, 0, 0, 0, 0, 1]
@@ -153,8 +144,7 @@ def test_a_short_batch_gives_every_rank_its_micro_batches_and_dummies_of_weight_
 def test_a_padded_batch_keeps_its_shape_and_its_repeats_count_for_nothing() -> None:
     data = Batches(Numbers(7), shuffle=False, last="pad", pad=lambda sample: -100)
     steps = [
-        list(data.loader(seed=0, global_batch=6, micro_batches=1, rank=rank, ranks=3, epochs=1))
-        for rank in range(3)
+        list(data.loader(seed=0, global_batch=6, micro_batches=1, rank=rank, ranks=3, epochs=1)) for rank in range(3)
     ]
     assert [own[-1].batches[0].batch.tolist() for own in steps] == [[-100, -100], [-100, -100], [6, -100]]
     assert [own[-1].batches[0].weight for own in steps] == [0, 0, 1]
@@ -234,9 +224,7 @@ def test_a_worker_that_is_stuck_in_a_dataset_is_ended(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_an_error_of_the_dataset_names_the_sample(processes: int) -> None:
-    loader = Batches(Broken(8), workers=processes, shuffle=False).loader(
-        seed=0, global_batch=2, micro_batches=1
-    )
+    loader = Batches(Broken(8), workers=processes, shuffle=False).loader(seed=0, global_batch=2, micro_batches=1)
     with pytest.raises(TrainingFailed, match="Sample 5 of Broken raised ValueError: not an image") as caught:
         for _ in loader:
             pass
@@ -266,9 +254,7 @@ def test_a_data_loader_is_taken_apart() -> None:
         "drop",
     )
     assert Batches(DataLoader(numbers, num_workers=1)).workers == 1
-    assert (lambda data: (data.shuffle, data.last))(
-        Batches(DataLoader(numbers), shuffle=True, last="wrap")
-    ) == (
+    assert (lambda data: (data.shuffle, data.last))(Batches(DataLoader(numbers), shuffle=True, last="wrap")) == (
         True,
         "wrap",
     )

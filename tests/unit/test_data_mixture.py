@@ -71,9 +71,7 @@ def test_a_mixture_of_datasets_is_the_same_for_any_ranks_and_goes_through_each_s
     assert max(Counter(first_block).values()) <= BLOCK // 4 // 10 + 1
 
 
-def test_a_mixture_of_texts_gives_whole_sequences_of_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_of_texts_gives_whole_sequences_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_bytes(b"a" * 400)
     (tmp_path / "b.txt").write_bytes(b"b" * 400)

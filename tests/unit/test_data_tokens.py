@@ -74,10 +74,7 @@ def test_small_units_and_several_processes_change_nothing(tmp_path: Path) -> Non
         assert [unit[1:] for unit in here] == [unit[1:] for unit in there]
         assert sum(unit.documents for unit in here) == 202
         joined = np.concatenate([unit.tokens for unit in here])
-        texts = [
-            bytes(part[part < 256].astype(np.uint8))
-            for part in np.split(joined, np.flatnonzero(joined == 256))
-        ]
+        texts = [bytes(part[part < 256].astype(np.uint8)) for part in np.split(joined, np.flatnonzero(joined == 256))]
         assert sorted(texts)[1:] == sorted(
             [b"x" * 5000, b"y" * 100, *(json.loads(line)["text"].encode() for line in lines)]
         )
@@ -106,9 +103,7 @@ def test_a_lost_process_is_an_error_that_says_how_it_ended(tmp_path: Path) -> No
 
 
 def test_folders_globs_and_files_are_found_in_one_order(tmp_path: Path) -> None:
-    write(
-        tmp_path / "t", {"b.txt": b"b", "a.md": b"a", "x/c.jsonl": b"{}", "x/d.csv": b"d", ".git/e.txt": b"e"}
-    )
+    write(tmp_path / "t", {"b.txt": b"b", "a.md": b"a", "x/c.jsonl": b"{}", "x/d.csv": b"d", ".git/e.txt": b"e"})
     assert names(find("t")) == ["a.md", "b.txt", "x/c.jsonl"]
     assert names(find("t/**/*.txt")) == ["b.txt"]
     assert names(find(["t/x/d.csv", "t"])) == ["d.csv", "a.md", "b.txt", "x/c.jsonl"]
@@ -120,14 +115,10 @@ def test_the_library_of_this_python_is_found_without_installed_packages_and_test
     found = names(find("stdlib:**/*.py"))
     assert "json/decoder.py" in found and len(found) > 300
     assert not [key for key in found if {"site-packages", "test", "tests"} & set(key.split("/"))]
-    assert names(find("stdlib:json/*.py")) == [
-        key for key in found if key.startswith("json/") and key.count("/") == 1
-    ]
+    assert names(find("stdlib:json/*.py")) == [key for key in found if key.startswith("json/") and key.count("/") == 1]
 
 
-@pytest.mark.parametrize(
-    "text", ["missing.txt", "missing/**/*.txt", "stdlib:missing/*.py", "~/no such folder"]
-)
+@pytest.mark.parametrize("text", ["missing.txt", "missing/**/*.txt", "stdlib:missing/*.py", "~/no such folder"])
 def test_a_path_that_matches_nothing_is_an_error_that_names_it(text: str) -> None:
     with pytest.raises(DataError) as caught:
         find(text)
@@ -154,9 +145,7 @@ def test_a_folder_without_text_no_text_and_empty_text_are_errors(tmp_path: Path)
         (b'{"text": "\xff"}', "not JSON"),
     ],
 )
-def test_a_json_line_without_text_is_an_error_that_names_file_and_line(
-    tmp_path: Path, line: bytes, why: str
-) -> None:
+def test_a_json_line_without_text_is_an_error_that_names_file_and_line(tmp_path: Path, line: bytes, why: str) -> None:
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n{"text": "fine"}\n' + line + b"\n"})
     for unit_bytes in (8, 10**6):
         with pytest.raises(DataError, match=r"a\.jsonl, line 4 has no text") as caught:

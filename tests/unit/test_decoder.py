@@ -88,9 +88,7 @@ def test_built_on_meta_and_filled_it_starts_with_the_same_bits():
     assert inspect.ties(late) == [("embed_tokens.weight", "lm_head.weight")]
     soon = decoder(TIED, 5)
     for name, value in [*soon.named_parameters(), *soon.named_buffers()]:
-        assert torch.equal(value, late.get_parameter(name) if "weight" in name else late.get_buffer(name)), (
-            name
-        )
+        assert torch.equal(value, late.get_parameter(name) if "weight" in name else late.get_buffer(name)), name
 
 
 def test_the_start_is_that_of_torchs_seed_where_none_is_given():
@@ -121,9 +119,7 @@ def test_the_loss_counts_only_labels_that_are_not_ignored():
     logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = torch.tensor([[0, 1, -100, 3, -100], [-100, -100, -100, 6, 2]])
     total, count = next_token_sums(logits, labels)
-    expected = [
-        -F.log_softmax(logits[b, s], -1)[t] for b, r in enumerate(labels) for s, t in enumerate(r) if t >= 0
-    ]
+    expected = [-F.log_softmax(logits[b, s], -1)[t] for b, r in enumerate(labels) for s, t in enumerate(r) if t >= 0]
     assert count == len(expected) == 5
     torch.testing.assert_close(total, torch.stack(expected).sum(), rtol=1e-12, atol=0)
     assert next_token_sums(logits.bfloat16(), labels)[0].dtype == torch.float32

@@ -122,9 +122,7 @@ def test_lines_of_many_threads_never_mix(tmp_path: Any) -> None:
     back = read(path)
     assert len(back) == 200
     for rank in range(4):
-        assert [event.step for event in back if isinstance(event, Saved) and event.bytes == rank] == list(
-            range(50)
-        )
+        assert [event.step for event in back if isinstance(event, Saved) and event.bytes == rank] == list(range(50))
 
 
 def test_only_a_torn_last_line_is_left_out(tmp_path: Any) -> None:
@@ -209,7 +207,5 @@ def test_a_sink_that_raises_is_dropped_and_said_once() -> None:
 
 def test_when_every_sink_raises_training_goes_on() -> None:
     fan = Events([Full(room=0), Full(room=0)], clock=lambda: 1.0)
-    fan.emit(
-        Step(step=1, steps=2, loss=1.0, grad_norm=None, lr=0.1, samples=1, tokens=None, step_seconds=1.0)
-    )
+    fan.emit(Step(step=1, steps=2, loss=1.0, grad_norm=None, lr=0.1, samples=1, tokens=None, step_seconds=1.0))
     assert fan.sinks == ()

@@ -30,11 +30,7 @@ def test_canonical_names_are_those_of_the_bare_module():
     assert [canonical(name) for name, _ in wrapped.named_parameters()] == names
 
 
-@given(
-    st.lists(
-        st.sampled_from(["module", "_orig_mod", "_checkpoint_wrapped_module", "a", "0", "weight"]), min_size=1
-    )
-)
+@given(st.lists(st.sampled_from(["module", "_orig_mod", "_checkpoint_wrapped_module", "a", "0", "weight"]), min_size=1))
 def test_a_canonical_name_is_its_own(parts):
     name = canonical(".".join(parts))
     assert canonical(name) == name and name.split(".")[-1] == parts[-1]
@@ -103,18 +99,14 @@ class Qwen3MoeRMSNorm(nn.Module):
 
 
 def test_what_is_known_to_mix_samples_is_found_with_its_fix():
-    module = nn.ModuleDict(
-        {"norm": nn.BatchNorm2d(3), "experts": Experts(), "route": Router(), "ok": nn.LayerNorm(3)}
-    )
+    module = nn.ModuleDict({"norm": nn.BatchNorm2d(3), "experts": Experts(), "route": Router(), "ok": nn.LayerNorm(3)})
     found = {mixer.name: mixer for mixer in inspect.mixes_samples(module)}
     assert set(found) == {"norm", "experts", "route"}
     assert all(mixer.why and "mixes_samples" in mixer.fix for mixer in found.values())
     assert "sync_batchnorm" in found["norm"].fix
 
 
-@pytest.mark.parametrize(
-    "module", [Decoder(TINY), nn.GroupNorm(1, 3), nn.SyncBatchNorm(3), Qwen3MoeRMSNorm()]
-)
+@pytest.mark.parametrize("module", [Decoder(TINY), nn.GroupNorm(1, 3), nn.SyncBatchNorm(3), Qwen3MoeRMSNorm()])
 def test_what_does_not_mix_is_left_alone(module):
     assert inspect.mixes_samples(module) == []
 
@@ -210,9 +202,7 @@ def contrastive(outputs, given):
 def balanced(outputs, given):
     share = outputs.softmax(-1).mean(0)
     loss = summed(outputs, given)
-    return SimpleNamespace(
-        total=loss.total + 0.01 * len(outputs) * 3 * share.square().sum(), count=loss.count
-    )
+    return SimpleNamespace(total=loss.total + 0.01 * len(outputs) * 3 * share.square().sum(), count=loss.count)
 
 
 @pytest.mark.parametrize(

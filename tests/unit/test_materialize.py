@@ -71,9 +71,7 @@ def test_meta_modules_are_initialised_by_their_own_rules():
 
 def test_attention_keeps_its_parents_rule():
     module = materialize.build(on_meta(lambda: nn.MultiheadAttention(8, 2)), 0)
-    assert torch.equal(module.in_proj_bias, torch.zeros(24)) and torch.equal(
-        module.out_proj.bias, torch.zeros(8)
-    )
+    assert torch.equal(module.in_proj_bias, torch.zeros(24)) and torch.equal(module.out_proj.bias, torch.zeros(8))
 
 
 def test_our_decoder_out_of_meta_is_the_one_built_on_cpu_ties_and_all():

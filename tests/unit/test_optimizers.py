@@ -56,9 +56,7 @@ def test_the_fused_update_is_the_plain_one(name):
 
 def test_the_schedule_scales_each_group_from_its_base():
     module = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(
-        [{"params": [module.weight], "lr": 0.4}, {"params": [module.bias], "lr": 0.1}]
-    )
+    optimizer = torch.optim.SGD([{"params": [module.weight], "lr": 0.4}, {"params": [module.bias], "lr": 0.1}])
     for factor in (0.5, 0.25, 1.0):
         optimizers.apply_schedule(optimizer, [0.4, 0.1], factor)
         assert [group["lr"] for group in optimizer.param_groups] == [0.4 * factor, 0.1 * factor]

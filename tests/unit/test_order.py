@@ -44,12 +44,8 @@ def test_a_permutation_of_very_many_stays_inside_and_never_repeats(n: int, seed:
 
 def test_a_permutation_does_not_depend_on_how_it_is_asked() -> None:
     whole = Permutation(1000, 3, 4)(np.arange(1000))
-    assert [int(Permutation(1000, 3, 4)(np.array([k]))[0]) for k in range(0, 1000, 37)] == whole[
-        ::37
-    ].tolist()
-    assert (
-        Permutation(1000, 3, 4)(np.arange(1000).reshape(10, 100)).tolist() == whole.reshape(10, 100).tolist()
-    )
+    assert [int(Permutation(1000, 3, 4)(np.array([k]))[0]) for k in range(0, 1000, 37)] == whole[::37].tolist()
+    assert Permutation(1000, 3, 4)(np.arange(1000).reshape(10, 100)).tolist() == whole.reshape(10, 100).tolist()
 
 
 def test_every_order_of_a_few_samples_is_as_likely_as_any_other() -> None:
@@ -65,11 +61,7 @@ def test_every_order_of_a_few_samples_is_as_likely_as_any_other() -> None:
 
 
 def test_epochs_and_seeds_give_different_orders() -> None:
-    orders = {
-        tuple(Permutation(100, seed, epoch)(np.arange(100)).tolist())
-        for seed in range(5)
-        for epoch in range(5)
-    }
+    orders = {tuple(Permutation(100, seed, epoch)(np.arange(100)).tolist()) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
 

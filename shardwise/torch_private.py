@@ -1,0 +1,76 @@
+"""Every private use of torch, in this one file. tests/unit/test_torch_private.py is the canary that names what changed.
+
+What begins with an underscore in torch, and why it is used:
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree
+from torch.utils.data._utils import signal_handling
+
+# Base classes, to find every batch normalisation and every dropout by type.
+BatchNorm = _BatchNorm
+Dropout = _DropoutNd
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply to every leaf of nested dicts, lists, tuples and registered dataclasses."""
+    return _pytree.tree_map(function, tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    return _pytree.tree_leaves(tree)
+
+
+def norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, in one call."""
+    return list(torch._foreach_norm(tensors))
+
+
+def scale_(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply all in place, in one call."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def parameter_slots(module: nn.Module) -> dict[str, Any]:
+    """A module's own parameters by name, to put a compute copy in a parameter's place for one forward."""
+    return module._parameters
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Any]:
+    return module._buffers
+
+
+def has_onednn_linear() -> bool:
+    """Whether torch carries oneDNN's fused linear operator, which its compiler uses on CPU."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_linear_operator() -> Any:
+    return torch.ops.mkldnn._linear_pointwise
+
+
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T`, without a gradient. Shapes: [m, k], [n, k] -> [m, n]."""
+    return onednn_linear_operator()(x, weight, None, "none", [], "")
+
+
+def unsafe_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A view that autograd treats as a new tensor: for a result that nobody else holds."""
+    return torch.ops.aten._unsafe_view(x, shape)
+
+
+def forget_workers(batches: Any) -> None:
+    """Take a DataLoader iterator's workers off torch's SIGCHLD watch, which raises at arbitrary lines when one ends."""
+    signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
+    batches._worker_pids_set = False
+
+
+def shutdown_workers(batches: Any) -> None:
+    """What dropping a DataLoader iterator's last reference calls; a traceback may hold one for long."""
+    batches._shutdown_workers()

@@ -1,0 +1,79 @@
+"""The canary: each private use of torch does what the engine takes it to do, and no other file has one."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shardwise import torch_private
+
+PACKAGE = Path(torch_private.__file__).parent
+PRIVATE = re.compile(
+    r"torch[\w.]*\._[a-z]|from torch[\w.]* import (?:[\w, ]*\b)?_[A-Za-z]|import torch[\w.]*\._"
+    r"|\._parameters\b|\._buffers\b|\._shutdown_workers|\._worker_pids|\._local_tensor"
+)
+
+
+def test_no_other_file_uses_what_is_private_in_torch() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "torch_private.py"
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if PRIVATE.search(line)
+    ]
+    assert found == []
+
+
+def test_the_supported_torch_is_installed() -> None:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    assert (2, 11) <= (major, minor) < (2, 15)
+
+
+def test_trees_are_mapped_and_flattened() -> None:
+    tree = {"a": [torch.ones(1), 2], "b": (3,)}
+    assert torch_private.tree_map(lambda leaf: leaf * 2, tree)["b"] == (6,)
+    assert torch_private.tree_leaves(tree)[1:] == [2, 3]
+
+
+def test_norms_and_scaling_work_on_many_tensors_and_on_empty_ones() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.zeros(0)]
+    assert [float(norm) for norm in torch_private.norms(tensors)] == [5.0, 0.0]
+    torch_private.scale_(tensors, 2.0)
+    assert tensors[0].tolist() == [6.0, 8.0]
+
+
+def test_a_parameter_slot_takes_a_tensor_for_one_forward() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    kept = layer.weight
+    torch_private.parameter_slots(layer)["weight"] = torch.zeros(1, 2)
+    assert layer(torch.ones(1, 2)).item() == 0
+    torch_private.parameter_slots(layer)["weight"] = kept
+    assert layer.weight is kept
+    assert "running_mean" in torch_private.buffer_slots(nn.BatchNorm1d(2))
+
+
+def test_base_classes_cover_their_kinds() -> None:
+    assert isinstance(nn.BatchNorm2d(1), torch_private.BatchNorm)
+    assert isinstance(nn.SyncBatchNorm(1), torch_private.BatchNorm)
+    assert isinstance(nn.Dropout2d(), torch_private.Dropout)
+
+
+@pytest.mark.skipif(not torch_private.has_onednn_linear(), reason="this torch has no oneDNN")
+def test_the_onednn_linear_is_a_matrix_product() -> None:
+    """Small integers: every sum is exact in fp32."""
+    x, weight = torch.arange(6.0).view(3, 2), torch.arange(8.0).view(4, 2)
+    product = torch_private.onednn_linear(x, weight)
+    assert torch.equal(product, x @ weight.T)
+    assert torch_private.unsafe_view(product, (1, 3, 4)).shape == (1, 3, 4)
+
+
+def test_workers_are_forgotten_and_ended() -> None:
+    batches = iter(DataLoader(range(4), num_workers=1))  # type: ignore[arg-type]
+    next(batches)
+    torch_private.forget_workers(batches)
+    torch_private.shutdown_workers(batches)
+    assert not any(worker.is_alive() for worker in batches._workers)  # type: ignore[attr-defined]
