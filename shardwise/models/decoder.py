@@ -10,7 +10,7 @@ from shardwise.models.linear import Linear
 from shardwise.names import canonical
 
 IGNORED_LABEL = -100
-INITIAL_STD = 0.02
+EMBEDDING_STD = 0.02
 
 
 class RMSNorm(nn.Module):
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         if self.arch.tied_embeddings and self.lm_head.weight is not self.embed_tokens.weight:
             self.lm_head.weight = self.embed_tokens.weight  # torch's to_empty() gives each name its own storage
         for name, parameter in self.named_parameters():
-            std = _initial_std(canonical(name), self.arch.num_layers)
+            std = _initial_std(canonical(name), parameter.shape, self.arch.num_layers)
             if std == 0:
                 nn.init.ones_(parameter)
             else:
@@ -172,17 +172,19 @@ class Decoder(nn.Module):
         self.rotary.fill()
 
 
-def _initial_std(name: str, layers: int) -> float:
+def _initial_std(name: str, shape: torch.Size, layers: int) -> float:
     """0 says that it is a norm's scale, which starts at one.
 
-    Each block adds two outputs to the residual stream, so these start smaller by the root of their number:
-    the stream's variance then does not grow with depth. Source: GPT-2.
+    A matrix keeps the variance of what it is given: the inverse root of its inputs. (0.02 throughout fits wide
+    models: in the smallest preset it cost 0.16 nats a byte after 150 steps.) Each block adds two outputs to the
+    residual stream, so these start smaller by the root of their number. Source: GPT-2 for the latter.
     """
     if name.endswith("norm.weight"):
         return 0.0
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        return INITIAL_STD / (2 * layers) ** 0.5
-    return INITIAL_STD
+    if name == "embed_tokens.weight":
+        return EMBEDDING_STD
+    std = float(shape[1] ** -0.5)
+    return std / (2 * layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else std
 
 
 def initialize_decoder(module: nn.Module, seed: int) -> None:
