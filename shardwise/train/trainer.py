@@ -324,7 +324,7 @@ class Trainer:
             self.model,
             self.optimizer,
             data=self.loader,
-            state={"scaler": self.scaler, **{f"user.{name}": value for name, value in self.state.items()}},
+            state={"scaler": self.scaler, "user": self.state},
             policy=recipe.checkpoint,
             events=self.journal.events,
         )
@@ -362,7 +362,7 @@ class Trainer:
 
     def save(self) -> str:
         """Save now; the committed checkpoint's folder. Collective."""
-        return self.checkpointer.save(self.number, "asked", samples=self.loader.position)
+        return self.checkpointer.save(self.number, "asked", samples=self.loader.position).path
 
     def stop(self, reason: str) -> None:
         """End the run after this step. One rank is enough: the ranks agree in the next step, which is then dropped."""

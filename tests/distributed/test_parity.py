@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.distributed import work
 from tests.distributed.pool import Pool
@@ -111,3 +113,83 @@ def test_bf16_means_one_thing_under_every_plan(
     many, tensors = trained(pool, tmp_path, world, zero=zero, accumulation=accumulation, precision="bf16")
     np.testing.assert_allclose(many[0]["losses"][0], one[0]["losses"][0], rtol=1e-6)
     assert worst(tensors, one_tensors, "grad/") < 2 * 2.0**-9
+
+
+@settings(derandomize=True, max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    world=st.integers(1, 4),
+    zero=st.sampled_from([0, 3]),
+    accumulation=st.integers(1, 3),
+    global_batch=st.integers(4, 13),
+    samples=st.integers(14, 30),
+    optimizer=st.sampled_from(["adamw", "sgd"]),
+    clip=st.sampled_from([0.05, 0.5, 100.0]),
+    shape=st.fixed_dictionaries(
+        {
+            "tied_embeddings": st.booleans(),
+            "num_layers": st.integers(1, 3),
+            "num_kv_heads": st.sampled_from([1, 2, 4]),
+            "gated_ffn": st.booleans(),
+        }
+    ),
+)
+def test_a_random_configuration_gives_the_hand_written_loop(
+    pool: Pool, tmp_path: Path, world: int, zero: int, accumulation: int, **arguments: Any
+) -> None:
+    """Any plan, any batch (also one that does not divide evenly), in the logic tier."""
+    expected = work.reference(steps=STEPS, **arguments)
+    results, tensors = trained(pool, tmp_path, world, zero=zero, accumulation=accumulation, **arguments)
+    np.testing.assert_allclose(results[-1]["losses"], expected["losses"], rtol=1e-10)
+    np.testing.assert_allclose(results[-1]["norms"], expected["norms"], rtol=1e-10)
+    assert worst(tensors, expected["tensors"], "grad/") < 1e-10
+    assert worst(tensors, expected["tensors"], "param/") < 1e-10
+
+
+def test_a_compiled_block_gives_the_hand_written_loop(pool: Pool, tmp_path: Path) -> None:
+    """fp32 rounding tier: the compiler fuses, so sums come in another order."""
+    expected = reference(False, "fp32", "sgd")
+    results, tensors = trained(pool, tmp_path, 1, zero=0, precision="fp32", optimizer="sgd", compile="blocks")
+    np.testing.assert_allclose(results[0]["losses"], expected["losses"], rtol=1e-6)
+    np.testing.assert_allclose(results[0]["norms"], expected["norms"], rtol=1e-5)
+    assert worst(tensors, expected["tensors"], "param/") < 1e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world", "zero"), [(2, 0), (2, 3)])
+def test_compiled_blocks_compose_with_data_parallel(pool: Pool, tmp_path: Path, world: int, zero: int) -> None:
+    expected = reference(True, "fp32", "sgd")
+    shape = {"tied_embeddings": True}
+    results, tensors = trained(
+        pool, tmp_path, world, zero=zero, precision="fp32", optimizer="sgd", compile="blocks", shape=shape
+    )
+    np.testing.assert_allclose(results[0]["losses"], expected["losses"], rtol=1e-6)
+    assert worst(tensors, expected["tensors"], "param/") < 1e-5
+
+
+@pytest.mark.parametrize(("world", "zero"), [(3, 0), (3, 3)])
+def test_modules_kept_in_fp32_mean_the_same_under_every_plan(pool: Pool, tmp_path: Path, world: int, zero: int) -> None:
+    """As for bf16 above; the norms' own gradients are fp32 sums of bf16 products."""
+    arguments = {"precision": "bf16", "model": {"fp32_modules": ["norm", "blocks.0.ffn_norm", "blocks.1.ffn"]}}
+    (tmp_path / "one").mkdir()
+    one, one_tensors = trained(pool, tmp_path / "one", 1, zero=0, **arguments)
+    many, tensors = trained(pool, tmp_path, world, zero=zero, **arguments)
+    np.testing.assert_allclose(many[0]["losses"][0], one[0]["losses"][0], rtol=1e-6)
+    assert worst(tensors, one_tensors, "grad/") < 2 * 2.0**-9
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_under_zero_3_a_rank_holds_its_share_at_rest(pool: Pool, world: int) -> None:
+    """Parameters, gradients and states: at most a row more than 1/world of every tensor."""
+    for held in pool.run(world, "tests.distributed.work:bytes_at_rest", world=world):
+        for name, (numel, row, parameters, gradients, states) in held.items():
+            share = -(-numel // row // world) * row
+            assert max(parameters, gradients) <= share, name
+            assert states <= 2 * share, name
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_buckets_sum_over_ranks_whatever_arrives_in_which_order(pool: Pool, world: int) -> None:
+    """Integers, so every sum is exact: one rank uses only some parameters, and each in another order."""
+    for result in pool.run(world, "tests.distributed.work:bucket_sums"):
+        assert result["buckets"] > 2
+        assert result["found"] == result["expected"]

@@ -15,6 +15,7 @@ from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import parse_cluster
 from shardwise.inputs.recipe import BatchSpec, DataSpec, ModelSpec, Recipe, TrainSpec
 from shardwise.models.decoder import Decoder, initialize_decoder, next_token_sums
+from shardwise.parallel.buckets import BucketedDataParallel
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Decision, Plan
 from shardwise.train.own_loop import batches
@@ -154,3 +155,42 @@ def reference(
         position += len(rows)
     parameters = {f"param/{name}": whole(p) for name, p in module.named_parameters()}
     return {"losses": losses, "norms": norms, "tensors": {**gradients, **parameters}}
+
+
+def bytes_at_rest(world: int) -> dict[str, list[int]]:
+    """By parameter: elements in all, of one row, and those that this rank holds of it, its gradient and its states."""
+    made = plan(world, zero=3, global_batch=12)
+    with torch.device("meta"):
+        module: nn.Module = Decoder(arch()).to(torch.float64)
+    module = sw.parallelize(module, made, initialize=lambda m: initialize_decoder(m, 0))
+    optimizer_ = sw.build_optimizer(module, lambda m: optimizer_of("adamw", m))
+    micros = next(iter(batches(Batches(UnevenTokens(30), workers=0), made)))
+    sw.forward_backward(module, micros, loss)
+    optimizer_.step()
+    found = {}
+    for name, p in module.named_parameters():
+        states = [v for v in optimizer_.state[p].values() if isinstance(v, DTensor)]
+        held = [p.to_local().numel(), p.grad.to_local().numel(), sum(v.to_local().numel() for v in states)]
+        found[name] = [p.numel(), p.numel() // p.shape[0], *held]
+    return found
+
+
+def bucket_sums() -> dict[str, Any]:
+    """Gradients of sum(k * p) are k; each rank uses its own selection of parameters, with micro-batches."""
+    module = nn.ParameterList(
+        [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in (5, 700, 3, 900, 4, 800)]
+    )
+    buckets = BucketedDataParallel(module, cap_bytes=8 * 1000)
+    used = [[index for index in range(6) if rank == 0 or index % (rank + 1)] for rank in range(ranks.world())]
+    mine = used[ranks.rank()]
+    for micro in range(2):
+        buckets.last_micro_batch = micro == 1
+        order = mine if ranks.rank() % 2 else list(reversed(mine))
+        sum((module[i] * (ranks.rank() + 1) * (i + 1)).sum() for i in order).backward()
+    buckets.finish()
+    expected = [2 * (i + 1) * sum(r + 1 for r in range(ranks.world()) if i in used[r]) for i in range(6)]
+    return {
+        "buckets": len(buckets.buckets),
+        "found": [sorted(set(p.grad.tolist())) for p in module],
+        "expected": [[float(value)] for value in expected],
+    }
