@@ -3,6 +3,7 @@
 Every function works without a process group, as a world of one. Values cross as JSON, never as pickle.
 """
 
+import atexit
 import datetime
 import os
 from collections.abc import Callable
@@ -42,6 +43,8 @@ def start(identity: ProcessIdentity | None = None, *, timeout: datetime.timedelt
             world_size=identity.world,
             timeout=timeout,
         )
+        # A group that lives on into the interpreter's end aborts there now and then, after all the work is done.
+        atexit.register(stop)
     return device
 
 
