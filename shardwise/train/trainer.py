@@ -184,6 +184,9 @@ class Trainer:
             opened = opening.open_run(held, recipe, fresh=self.fresh)
             signals = held.enter_context(StopSignals())
             if opened.finished:
+                # What the script does after its loop, evaluate() say, is done with the weights that the run ended with.
+                self._prepare(recipe, total, opened)
+                self.loader.close()
                 opening.say_finished(opened)
                 return
             yield from self._run(recipe, total, opened, signals)
