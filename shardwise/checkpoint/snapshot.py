@@ -16,8 +16,7 @@ from shardwise.checkpoint.manifest import Json, digest_of
 from shardwise.checkpoint.packing import pack
 from shardwise.checkpoint.regions import dtype_name, placed, to_bytes
 from shardwise.errors import CheckpointError
-
-_WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+from shardwise.names import canonical
 
 
 @runtime_checkable
@@ -81,11 +80,6 @@ def by_name(given: Any, kind: type) -> dict[str, Any]:
     if given is None:
         return {}
     return {"": given} if isinstance(given, kind) else dict(given)
-
-
-def canonical(name: str) -> str:
-    """A parameter's name without the wrappers of DDP, torch.compile and activation recompute."""
-    return ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)
 
 
 def weights(modules: Mapping[str, nn.Module]) -> Weights:

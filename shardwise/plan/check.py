@@ -208,7 +208,7 @@ def precision_exists(plan: Plan, world: int) -> Violation | None:
 
 def sequence_fits_the_model(plan: Plan, world: int) -> Violation | None:
     length = plan.recipe.data.sequence_length
-    if plan.arch is None or length <= plan.arch.max_sequence_length:
+    if plan.arch is None or _own_data(plan) or length <= plan.arch.max_sequence_length:
         return None
     longest = plan.arch.max_sequence_length
     tokens = plan.recipe.batch.tokens_per_step
@@ -222,8 +222,13 @@ def sequence_fits_the_model(plan: Plan, world: int) -> Violation | None:
     )
 
 
+def _own_data(plan: Plan) -> bool:
+    """Whether the samples are the user's: what a recipe's [data] says of text is then not about them."""
+    return plan.recipe.data.given is not None
+
+
 def vocabulary_holds_the_tokens(plan: Plan, world: int) -> Violation | None:
-    if plan.arch is None or plan.recipe.data.tokenizer != "bytes" or plan.arch.vocab_size >= 257:
+    if plan.arch is None or _own_data(plan) or plan.arch.vocab_size >= 257:
         return None
     return Violation(
         rule="vocabulary_holds_the_tokens",

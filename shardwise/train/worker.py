@@ -40,8 +40,8 @@ def sample(trainer: Trainer) -> str | None:
         return None
     generator = torch.Generator().manual_seed(trainer.plan.recipe.seed)
     prompt = torch.tensor([list(PROMPT)], dtype=torch.int64, device=trainer.device)
-    tokens = generate(trainer.model, prompt, SAMPLE_TOKENS, temperature=0.7, generator=generator)
-    return bytes(token for token in tokens[0].tolist() if token < 256).decode("utf-8", errors="replace")
+    tokens = generate(trainer.model, prompt, SAMPLE_TOKENS, temperature=0.7, vocabulary=256, generator=generator)
+    return bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
 
 
 if __name__ == "__main__":

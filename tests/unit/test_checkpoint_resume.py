@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardwise.checkpoint import Checkpointer, LocalStore
-from shardwise.checkpoint.snapshot import canonical
 from shardwise.errors import CheckpointError, RecipeError
 from shardwise.events import Events, Fallback, Resumed, Saved
 from shardwise.inputs.recipe import CheckpointPolicy
+from shardwise.names import canonical
 from tests.unit.test_checkpoint_store import FaultyStore, MemoryStore, disk_full
 
 
