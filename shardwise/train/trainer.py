@@ -5,6 +5,7 @@ import dataclasses
 import math
 import signal
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -327,7 +328,7 @@ class Trainer:
             self.model,
             self.optimizer,
             data=self.loader,
-            state={"scaler": self.scaler, "user": self.state},
+            state=ChainMap(self.state, {"trainer.scaler": self.scaler}),
             policy=recipe.checkpoint,
             events=self.journal.events,
         )
