@@ -11,9 +11,9 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 
 images, labels = load_digits(return_X_y=True)
-dataset = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
-train = torch.utils.data.Subset(dataset, range(1500))
-valid = torch.utils.data.Subset(dataset, range(1500, len(dataset)))
+images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+train = TensorDataset(images[:1500], labels[:1500])
+valid = TensorDataset(images[1500:], labels[1500:])
 
 
 def build_model() -> nn.Module:
