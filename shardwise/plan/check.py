@@ -293,6 +293,18 @@ def states_fit(plan: Plan, world: int) -> Violation | None:
     )
 
 
+def trackers_run(plan: Plan, world: int) -> Violation | None:
+    if not plan.recipe.log:
+        return None
+    return Violation(
+        rule="trackers_run",
+        what=f"log = {list(plan.recipe.log)}, and no tracker is built yet.",
+        why="events go to JSON lines in the run's events folder, which a tracker can read",
+        fix="log = []",
+        apply={"log": "[]"},
+    )
+
+
 RULES: tuple[Rule, ...] = (
     degrees_make_the_world,
     devices_exist,
@@ -307,6 +319,7 @@ RULES: tuple[Rule, ...] = (
     _option_runs("offload"),
     _option_runs("compression"),
     model_runs,
+    trackers_run,
     buckets_need_whole_copies,
     each_rank_has_a_sample,
     precision_exists,

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwise.errors import RecipeError
 from shardwise.inputs.hardware import find_gpu
@@ -59,34 +58,3 @@ def _fastest(product: Callable[[], Any], seconds: float) -> float:
         best = min(best, ended - started)
         if ended >= deadline:
             return best
-
-
-def flops_of(call: Callable[[], Any]) -> int:
-    """FLOPs of the matrix products and attention that `call` runs (give it forward and backward).
-
-    Two a multiply-add. Attention counts whole, causal or not, as torch counts it.
-    """
-    with FlopCounterMode(display=False, custom_mapping=_uncounted()) as counter:
-        call()
-    return int(counter.get_total_flops())
-
-
-def _uncounted() -> dict[Any, Any]:
-    """Formulas for the CPU operators that torch's counter does not know; each is called with shapes."""
-    aten = torch.ops.aten
-    formulas: dict[Any, Any] = {
-        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-        ),
-    }
-    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        formulas[torch.ops.mkldnn._linear_pointwise] = _linear_flops
-    return formulas
-
-
-def _linear_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    rows = 1
-    for size in x[:-1]:
-        rows *= size
-    return int(2 * rows * weight[0] * weight[1])

@@ -61,6 +61,7 @@ BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
     ("each_rank_has_a_sample", ["batch.global_batch=2", "train.devices=4"], SMALL, CPU, None),
     ("precision_exists", ["train.precision=bf16"], SMALL, parse_cluster("8xV100-SXM2-32GB"), None),
     ("sequence_fits_the_model", ["data.sequence_length=2048"], SMALL, CPU, None),
+    ("trackers_run", ['log=["wandb"]'], SMALL, CPU, None),
     ("heads_divide", ["train.plan.tp=2"], SMALL, CPU, 4),
     ("layers_divide", ["train.plan.pp=8"], SMALL, CPU, 8),
     ("tensor_parallel_stays_in_a_node", ["train.plan.tp=16"], LARGE, parse_cluster("2x8xH100"), None),

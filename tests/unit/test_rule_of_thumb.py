@@ -43,7 +43,7 @@ def recipe(*overrides: str) -> Recipe:
 def test_the_quickstart_on_two_cores_is_data_parallel_in_fp32() -> None:
     decision = plan(load(QUICKSTART), SMALL, cpu(2)).decision
     assert (decision.mesh.dp_replicate, decision.mesh.world, decision.zero) == (2, 2, 0)
-    assert (decision.precision, decision.compile, decision.global_batch) == ("fp32", "off", 64)
+    assert (decision.precision, decision.compile, decision.global_batch) == ("fp32", "off", 16)
 
 
 def test_the_quickstart_on_a_gpu_is_bf16_with_compiled_blocks() -> None:
