@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 
-.PHONY: quickstart test check bench nightly gpu clean
+.PHONY: quickstart test check gate bench nightly gpu clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
@@ -30,6 +30,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+gate: $(STAMP)
+	$(BIN)/python -m benchmarks.engine --blocks 8 --steps 3 --gate 1.10
 
 bench: $(PEERS)
 	$(BIN)/python -m benchmarks.engine

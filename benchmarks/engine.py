@@ -3,7 +3,8 @@
 Run: make bench          (or python -m benchmarks.engine [--blocks 12] [--steps 6] [--ranks 2] [--gate 1.10])
 
 Every loop weighs by tokens over the global batch, clips, checks that the norm is finite, sets the learning rate by a
-schedule and logs the global loss each step. Kinds take turns, block by block, in the same processes.
+schedule and logs the global loss each step. Kinds take turns, block by block, in the same processes. The loops over
+torch have the fused AdamW that is Shardwise's default; Accelerate and Fabric have theirs, AdamW as it comes.
 """
 
 import argparse
@@ -18,18 +19,18 @@ from benchmarks.compare import ratio
 
 PAIRS = [
     ("shardwise zero 0", "torch DDP"),
-    ("shardwise zero 0", "accelerate DDP"),
-    ("shardwise zero 0", "fabric DDP"),
+    ("shardwise zero 0", "accelerate defaults"),
+    ("shardwise zero 0", "fabric defaults"),
     ("shardwise zero 3", "torch FSDP2"),
 ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=6, help="steps of one kind in one block")
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=4, help="steps of one kind in one block")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--gate", type=float, default=None, help="exit 1 where a ratio over torch is above this")
+    parser.add_argument("--gate", type=float, default=None, help="exit 1 where a ratio over torch is surely above this")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
@@ -46,7 +47,7 @@ def main() -> int:
         if theirs in times:
             found = ratio(times[ours], times[theirs])
             print(f"{ours} / {theirs}: {found}")
-            worst = max(worst, found.mean) if theirs.startswith("torch") else worst
+            worst = max(worst, found.low) if theirs.startswith("torch") else worst
     return 1 if arguments.gate is not None and worst > arguments.gate else 0
 
 

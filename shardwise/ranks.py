@@ -32,12 +32,11 @@ def start(identity: ProcessIdentity | None = None, *, timeout: datetime.timedelt
     A world of one makes no process group. Idempotent. Collective.
     """
     identity = identity or process_identity()
-    device = torch.device(device_kind(), identity.local_rank) if device_kind() == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device_kind() == "cuda":
+        torch.cuda.set_device(identity.local_rank)
     if identity.world > 1 and not dist.is_initialized():
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend="cpu:gloo,cuda:nccl" if device_kind() == "cuda" else "gloo",
             init_method=f"tcp://{identity.master_addr}:{identity.master_port}" if not identity.launched else "env://",
             rank=identity.rank,
             world_size=identity.world,
@@ -45,7 +44,12 @@ def start(identity: ProcessIdentity | None = None, *, timeout: datetime.timedelt
         )
         # A group that lives on into the interpreter's end aborts there now and then, after all the work is done.
         atexit.register(stop)
-    return device
+    return device()
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    return torch.device("cuda", torch.cuda.current_device()) if device_kind() == "cuda" else torch.device("cpu")
 
 
 def stop() -> None:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -52,12 +53,7 @@ def parallelize(
         raise ModelError("This module is parallelized already.", fix="call parallelize once a module")
     check.require(plan, ranks.world())
     decision, recipe = plan.decision, plan.recipe
-    device = (
-        torch.device(ranks.device_kind(), torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    mesh = device_mesh.build(decision.mesh)
+    mesh, device = device_mesh.build(decision.mesh), ranks.device()
     ties = inspect.ties(module)
 
     # 1. What mixes samples is refused, or made one with the global batch.
@@ -72,27 +68,17 @@ def parallelize(
     if decision.compile == "blocks":
         for block in units:
             block.compile()
-    # 4. Data parallel.
-    gradients: data_parallel.GradientSum
+    # 4. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.
+    gradients: data_parallel.GradientSum = data_parallel.SingleProcess()
     if decision.zero == 3 and mesh is not None:
         gradients = data_parallel.full_shard(module, units, fp32_modules, mesh=mesh, compute=decision.precision)
-        if initialize is not None:
-            module.to_empty(device=device)
-            initialize(module)
-        elif device.type != "cpu":
-            module.to(device)
+        place(module, device, module.to_empty, initialize)
     else:
-        if initialize is not None:
-            empty_on(module, device)
-            initialize(module)
-        module.to(device)
+        place(module, device, partial(empty_on, module), initialize)
         if precision.is_mixed(decision.precision):
             precision.apply_compute_copies(module, units, fp32_modules, decision.precision)
-        gradients = (
-            data_parallel.replicated(module, decision.bucket_cap_mb)
-            if mesh is not None
-            else data_parallel.SingleProcess()
-        )
+        if mesh is not None:
+            gradients = data_parallel.replicated(module, decision.bucket_cap_mb)
     if precision.is_mixed(decision.precision):
         precision.cast_outputs(module)
     # 5. What was tied is still tied.
@@ -101,6 +87,19 @@ def parallelize(
 
     _parallel[module] = Parallel(plan, module, gradients, device)
     return module
+
+
+def place(
+    module: nn.Module,
+    device: torch.device,
+    give_storage: Callable[..., object],
+    initialize: Callable[[nn.Module], None] | None,
+) -> None:
+    """Onto the device: moved where it was built, given storage and initialised where it is on meta."""
+    if initialize is not None:
+        give_storage(device=device)
+        initialize(module)
+    module.to(device)
 
 
 def empty_on(module: nn.Module, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from shardwise.data.batches import as_data
 from shardwise.data.loader import seed_generators
 from shardwise.data.micros import Micros
 from shardwise.data.order import seed_of
+from shardwise.errors import RecipeError
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.recipe import PlanRequest
 from shardwise.launch import local
@@ -42,6 +43,11 @@ def init(
     if isinstance(plan, Plan):
         check.require(plan, ranks.world())
         return plan
+    if precision == "fp16":
+        raise RecipeError(
+            "precision = fp16 needs a loss scale, which an own loop has not.",
+            fix='precision="bf16", or the Trainer, which scales, skips and resumes the scale',
+        )
     keys = {
         "run": "",
         "seed": seed,

@@ -28,6 +28,7 @@ from shardwise.errors import (
     TrainingFailed,
 )
 from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe
+from shardwise.launch import run_folder
 from shardwise.launch.run_folder import RunState
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
@@ -42,6 +43,7 @@ from shardwise.train.evaluate import Evaluation, evaluate
 from shardwise.train.failure import WHERE
 from shardwise.train.journal import Journal
 from shardwise.train.loss import LossFunction
+from shardwise.train.position import Position
 from shardwise.train.scaler import LossScaler
 from shardwise.train.step import (
     Inputs,
@@ -129,7 +131,7 @@ class Trainer:
         )  # fmt: skip
         self.loss, self.state, self.inputs = loss, dict(state or {}), inputs
         self._open(settings.recipe(), plan if isinstance(plan, Plan) else None, model, fresh)
-        self.optimizer = optimizer(self.model)
+        self._take(optimizer(self.model))
         setup.require_optimizer(self.optimizer, self.model, self.plan.decision.zero)
         self.schedule = schedule
 
@@ -155,6 +157,11 @@ class Trainer:
         self.sample: Callable[[], str | None] = lambda: None
         self._stop_reason = ""
 
+    def _take(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        # Before any schedule or checkpoint touches them: a changed learning rate takes effect on resume.
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+
     @classmethod
     def from_recipe(cls, recipe: Recipe, plan: Plan | None = None, *, fresh: bool = False) -> "Trainer":
         """The Trainer of a recipe: its preset's decoder, token data, optimizer and schedule. Collective."""
@@ -165,7 +172,7 @@ class Trainer:
         trainer.data, trainer.valid = setup.recipe_data(recipe)
         trainer.loss, trainer.state, trainer.inputs = setup.next_token_loss, {}, "auto"
         trainer._open(recipe, plan, setup.recipe_model(recipe), fresh)
-        trainer.optimizer = optimizers.build(recipe.optimizer, trainer.model)
+        trainer._take(optimizers.build(recipe.optimizer, trainer.model))
         trainer.schedule = optimizers.schedule(recipe.optimizer.schedule)
         return trainer
 
@@ -239,7 +246,7 @@ class Trainer:
         ]
         outcome, extra = agree(sums, [squares(self.parallel, gradients), *map(float, flags)], self.device)
         self._agreed = tuple(count > 0 for count in extra[1:])
-        if self._agreed[0]:
+        if self._agreed[0] and self.position.drop(micros):
             return None
         norm = math.sqrt(extra[0]) / (divisor(outcome) * self.scaler.scale)
         applied = self._update(outcome, norm, gradients, number)
@@ -297,7 +304,7 @@ class Trainer:
         saves = self.plan.recipe.checkpoint.every_steps
         if saves and number % saves == 0 and number < total:
             self._save("policy")
-        return number >= total
+        return number >= total or self._agreed[0]
 
     def _finish(self, total: int) -> None:
         if self.valid is not None:
@@ -316,18 +323,19 @@ class Trainer:
         WHERE.phase = "resume"
         WHERE.folder, WHERE.attempt = opened.folder, opened.attempt
         self.plan = setup.with_recipe(self.plan, recipe)
-        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.factor = setup.factor(self.schedule, total)
         self._agreed = (False, False, False)
         per_sample = getattr(self.data, "tokens_per_sample", None)
         peak = probe.peak_flops_per_second(self.plan.decision.precision)
         self.journal = Journal(opened, self.plan, total, per_sample, peak)
         self.loader = self._loader()
+        self.position = Position(self.loader)
+        self.scaler.start(self.plan.decision.global_batch * (per_sample or 1))
         self.checkpointer = Checkpointer(
             opened.folder,
             self.model,
             self.optimizer,
-            data=self.loader,
+            data=self.position,
             state=ChainMap(self.state, {"trainer.scaler": self.scaler}),
             policy=recipe.checkpoint,
             events=self.journal.events,
@@ -335,6 +343,8 @@ class Trainer:
         self.number = self.checkpointer.resume()
         WHERE.step = self.number
         self.journal.started(ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes)
+        if ranks.is_main():
+            run_folder.write_plan(opened.folder, self.plan)
         if self.not_probed:
             self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
 
@@ -351,7 +361,7 @@ class Trainer:
     def _save(self, why: str) -> None:
         WHERE.phase = "save"
         if self.checkpointer.saved_step != self.number:
-            self.checkpointer.save(self.number, why, samples=self.loader.position)
+            self.checkpointer.save(self.number, why, samples=self.position.samples)
 
     def evaluate(self, data: Any = None) -> Evaluation:
         """The loss and metrics over all of `data` (default: `valid`), the same on every rank. Collective."""
@@ -366,8 +376,11 @@ class Trainer:
 
     def save(self) -> str:
         """Save now; the committed checkpoint's folder. Collective."""
-        return self.checkpointer.save(self.number, "asked", samples=self.loader.position).path
+        return self.checkpointer.save(self.number, "asked", samples=self.position.samples).path
 
     def stop(self, reason: str) -> None:
-        """End the run after this step. One rank is enough: the ranks agree in the next step, which is then dropped."""
+        """End the run after this step. One rank is enough: the ranks agree in the next step, which is then dropped.
+
+        A Stream cannot give samples back, so there the next step still counts.
+        """
         self._stop_reason = reason

@@ -1,7 +1,9 @@
 """What the pool's ranks run to test whole runs: a Trainer on a small task, stopped and resumed in every way."""
 
 import hashlib
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,61 @@ def stopped_by_one_rank(folder: str, at: int) -> dict[str, Any]:
         seen.append(step.number)
         if step.number == at and ranks.rank() == ranks.world() - 1:
             trainer.stop("enough")
-    return {"steps": seen, "number": trainer.number, "digest": digest(trainer.model)}
+    first = digest(trainer.model)
+    again = trainer_of(folder)
+    later = [step.number for step in again.run(steps=12)]
+    return {"steps": seen, "digest": first, "later": later, "end": digest(again.model)}
+
+
+def in_folders_of_their_own(folder: str) -> str:
+    """A relative run folder that every rank sees elsewhere, as on nodes without a shared file system."""
+    here = Path.cwd()
+    own = Path(folder) / f"node-{ranks.rank()}"
+    own.mkdir(parents=True)
+    os.chdir(own)
+    try:
+        return refused("run", "fine")
+    finally:
+        os.chdir(here)
+
+
+class Uneven:
+    """Shards of different lengths: rank r of n has 5 + 4 r samples."""
+
+    def __init__(self, shard: int, shards: int) -> None:
+        self.count, self.at, self.shard = 5 + 4 * shard, 0, shard
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while self.at < self.count:
+            x = torch.full((6,), (self.shard + self.at) / 10)
+            self.at += 1
+            yield x, x.sum(0, keepdim=True)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def streamed(folder: str, *, steps: int, breaks: list[int]) -> dict[str, Any]:
+    """A stream whose shards end at different steps, left and resumed."""
+    losses, trainer = [], None
+    for end in [*breaks, None]:
+        trainer = trainer_of(folder, data=sw.Stream(Uneven), global_batch=2 * ranks.world(), precision="fp32")
+        for step in trainer.run(steps=steps):
+            losses.append(step.loss)
+            if step.number == end:
+                break
+    assert trainer is not None
+    return {"losses": losses, "digest": digest(trainer.model)}
+
+
+def unbroken(folder: str) -> str:
+    trainer = trainer_of(folder)
+    for _ in trainer.run(steps=12):
+        pass
+    return digest(trainer.model)
 
 
 def non_finite(folder: str, bad: list[int], steps: int) -> dict[str, Any]:
@@ -185,6 +241,7 @@ class Unused(nn.Module):
 
 def _case(name: str) -> dict[str, Any]:
     return {
+        "fine": {},
         "scalar loss": {"loss": lambda outputs, batch: (outputs - batch[1]).square().mean()},
         "no count": {"loss": lambda outputs, batch: sw.Loss((outputs - batch[1]).square().sum(), 0)},
         "batch norm": {"model": lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))},

@@ -60,6 +60,9 @@ def test_stop_on_one_rank_ends_all_after_that_step(pool: Pool, tmp_path: Path) -
     results = pool.run(3, f"{RUNS}:stopped_by_one_rank", folder=str(tmp_path / "run"), at=5)
     assert {tuple(result["steps"]) for result in results} == {(1, 2, 3, 4, 5)}
     assert len({result["digest"] for result in results}) == 1
+    # The dropped step's samples are read again: the run that goes on is the run that never stopped.
+    assert results[0]["later"] == list(range(6, 13))
+    assert results[0]["end"] == pool.run(3, f"{RUNS}:unbroken", folder=str(tmp_path / "other"))[0]
 
 
 def test_a_non_finite_loss_of_one_rank_is_skipped_on_all(pool: Pool, tmp_path: Path) -> None:
@@ -129,3 +132,19 @@ def test_evaluation_is_one_value_everywhere_and_leaves_the_training_alone(pool: 
     # fp32 rounding of sums of at most 22 terms
     np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)
     np.testing.assert_allclose(seen[2], seen[0], rtol=1e-5)
+
+
+def test_a_run_folder_that_the_ranks_do_not_share_is_refused(pool: Pool, tmp_path: Path) -> None:
+    messages = pool.run(2, f"{RUNS}:in_folders_of_their_own", folder=str(tmp_path))
+    for message in messages:
+        assert message.startswith("RunFolderError|") and "cannot see what rank 0 writes" in message
+        assert "fix:" in message
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_uneven_stream_never_hangs_and_resumes_to_the_bit(pool: Pool, tmp_path: Path, world: int) -> None:
+    """Shards of 5, 9 and 13 samples, two a step: ranks run out at different steps of an epoch."""
+    unbroken = pool.run(world, f"{RUNS}:streamed", folder=str(tmp_path / "a"), steps=11, breaks=[])
+    broken = pool.run(world, f"{RUNS}:streamed", folder=str(tmp_path / "b"), steps=11, breaks=[2, 7, 8])
+    assert broken == unbroken
+    assert all(result["losses"] == unbroken[0]["losses"] for result in unbroken)

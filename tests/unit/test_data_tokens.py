@@ -19,7 +19,7 @@ from shardwise.data import tokenize
 from shardwise.data.files import TextFile, find
 from shardwise.data.token_file import TokenFile, open_token_file, prepare, prepare_recipe, split_samples
 from shardwise.data.tokenize import Work, encode_all, units
-from shardwise.data.tokens import IGNORED, TokenData
+from shardwise.data.tokens import IGNORED, TokenData, as_batch
 from shardwise.errors import DataError
 from shardwise.inputs.recipe import DataSpec
 
@@ -350,3 +350,12 @@ def test_making_tokens_imports_no_torch() -> None:
     code = "import sys, shardwise.data.token_file, shardwise.data.micros; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert tokenize.named("bytes").dtype == "uint16"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_labels_that_do_not_count_leave_the_tokens_alone(rows: int) -> None:
+    made = np.arange(rows * 5).reshape(rows, 5).astype(np.int64)
+    batch = as_batch(made.copy(), extra=1)
+    assert batch["tokens"].tolist() == made[:, :-1].tolist()
+    assert batch["labels"][:-1].tolist() == made[:-1, 1:].tolist()
+    assert set(batch["labels"][-1].tolist()) == {-100}
