@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Two-sided 95 % points of Student's t by degrees of freedom; 1.96 beyond the table would be too narrow for few blocks.
-T95 = {7: 2.365, 9: 2.262, 11: 2.201, 15: 2.131, 19: 2.093, 23: 2.069, 31: 2.040}
+T95 = {7: 2.365, 9: 2.262, 11: 2.201, 15: 2.131, 19: 2.093, 23: 2.069, 31: 2.040, 63: 1.998, 127: 1.979}
 
 
 class Ratio(NamedTuple):

@@ -1,6 +1,6 @@
 """Step time of the engine over a hand-written torch loop, Accelerate and Fabric, on the same model and machine.
 
-Run: make bench          (or python -m benchmarks.engine [--blocks 12] [--steps 6] [--ranks 2] [--gate 1.10])
+Run: make bench          (or python -m benchmarks.engine [--blocks 150] [--steps 1] [--ranks 2] [--gate 1.10])
 
 Every loop weighs by tokens over the global batch, clips, checks that the norm is finite, sets the learning rate by a
 schedule and logs the global loss each step. Kinds take turns, block by block, in the same processes. The loops over
@@ -27,8 +27,8 @@ PAIRS = [
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=4, help="steps of one kind in one block")
+    parser.add_argument("--blocks", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=1, help="steps of one kind in one block")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--gate", type=float, default=None, help="exit 1 where a ratio over torch is surely above this")
     arguments = parser.parse_args()
