@@ -2,8 +2,8 @@
 
 Run: python -m benchmarks.defaults [--blocks 8]
 
-The same decoder, data, global batch, AdamW as each tool's user writes it, and steps. Whole processes take turns; a figure
-is the tokens a second from step 6 to the last.
+The same decoder, data, global batch and steps, and AdamW as each tool's user writes it. Whole processes take turns; a
+figure is the tokens a second from step 6 to the last.
 """
 
 import argparse
