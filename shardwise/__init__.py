@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.parallelize import parallelize as parallelize
     from shardwise.plan.plan import Plan as Plan
     from shardwise.ranks import is_main as is_main
+    from shardwise.resilience.signals import StopSignals as StopSignals
     from shardwise.train.loss import Loss as Loss
     from shardwise.train.loss import mean_per_sample as mean_per_sample
     from shardwise.train.own_loop import batches as batches
@@ -50,7 +51,7 @@ _HOME = {
     # an own loop
     "init": "train.own_loop", "batches": "train.own_loop", "build_optimizer": "train.own_loop",
     "parallelize": "parallel.parallelize", "forward_backward": "train.step", "clip_grad_norm": "train.step",
-    "Checkpointer": "checkpoint.checkpointer", "is_main": "ranks",
+    "Checkpointer": "checkpoint.checkpointer", "is_main": "ranks", "StopSignals": "resilience.signals",
     # errors
     "ShardwiseError": "errors",
 }  # fmt: skip
