@@ -8,6 +8,7 @@ from typing import NamedTuple
 from shardwise.cli.follow import follow
 from shardwise.data.token_file import prepare_recipe
 from shardwise.events.reader import read
+from shardwise.events.values import AnyEvent, Evaluated, Step
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
 from shardwise.inputs.recipe import DataSpec, Recipe
@@ -97,10 +98,22 @@ def _run(made: Plan, state: run_folder.RunState, as_json: bool) -> int:
     logs = run_folder.new_logs_folder(state.folder / "logs", f"attempt-{state.attempt:03d}")
     run_folder.write_plan(logs, made)
     followed = follow(_job(made, logs), state.folder, state.attempt, quiet_stdout=as_json)
+    events = (*_beginning(state), *followed.events)
     if not as_json and followed.code == 0:
-        print(summary.text(made, followed.events, str(state.folder)))
-    print(summary.last_line(followed.events, str(state.folder), followed.code))
+        print(summary.text(made, events, str(state.folder)))
+    print(summary.last_line(events, str(state.folder), followed.code))
     return followed.code
+
+
+def _beginning(state: run_folder.RunState) -> tuple[AnyEvent, ...]:
+    """The first evaluation and step that an earlier attempt told: what "before" means for the whole run."""
+    for attempt in range(1, state.attempt):
+        path = run_folder.events_path(state.folder, attempt)
+        told = read(path) if path.exists() else []
+        firsts = [next((one for one in told if isinstance(one, kind)), None) for kind in (Evaluated, Step)]
+        if firsts[1] is not None:
+            return tuple(one for one in firsts if one is not None)
+    return ()
 
 
 def _say_finished(state: run_folder.RunState, as_json: bool) -> int:

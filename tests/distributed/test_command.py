@@ -91,7 +91,8 @@ def test_interrupted_and_started_again_ends_in_the_same_bits(tmp_path: Path) -> 
     again = run(command, tmp_path / "cut")
     assert again.returncode == 0, again.stderr
     assert "resumed after step" in again.stderr
-    assert last_json(again.stdout)["valid_loss"] == last_json(whole.stdout)["valid_loss"]
+    for key in ("first_loss", "last_loss", "valid_loss"):
+        assert last_json(again.stdout)[key] == last_json(whole.stdout)[key]
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
     third = run(command, tmp_path / "cut")
     assert third.returncode == 0 and "is finished" in third.stdout
