@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from shardwise.cli.follow import follow
 from shardwise.data.token_file import prepare_recipe
+from shardwise.errors import RecipeError
 from shardwise.events.reader import read
 from shardwise.events.values import AnyEvent, Evaluated, Step
 from shardwise.inputs import recipe as recipes
@@ -32,6 +33,12 @@ class Asked(NamedTuple):
 
 def train(asked: Asked) -> int:
     """Train a recipe to its end on this machine, or go on where it stopped; the exit code."""
+    if asked.fresh and asked.fork is not None:
+        raise RecipeError(
+            "--fresh and --fork contradict each other.",
+            why="a fork begins at a checkpoint, a fresh run at nothing",
+            fix="give one of them",
+        )
     overrides = asked.overrides if asked.devices is None else (*asked.overrides, f"train.devices={asked.devices}")
     recipe = recipes.load(asked.recipe, overrides)
     made = _plan(recipe)

@@ -167,7 +167,7 @@ def from_keys(keys: Mapping[str, object], where: str = "recipe") -> Recipe:
 
 
 def require_complete(recipe: Recipe, where: str = "recipe") -> None:
-    """Raises: RecipeError where a choice of exactly one is not made, or is made twice."""
+    """Raises: RecipeError where a choice of exactly one is not made or made twice, or evaluation has no data."""
     model, data, batch, train = recipe.model, recipe.data, recipe.batch, recipe.train
     choices: list[tuple[str, dict[str, object], str]] = [
         (
@@ -187,6 +187,12 @@ def require_complete(recipe: Recipe, where: str = "recipe") -> None:
         ),
         ("train", {key: getattr(train, key) for key in ("steps", "epochs", "tokens")}, "steps = 1000"),
     ]
+    if train.evaluate_every_steps and data.given is None and data.valid_fraction == 0:
+        raise RecipeError(
+            f"{where}: train.evaluate_every_steps = {train.evaluate_every_steps}, and there is nothing to evaluate on.",
+            why="data.valid_fraction is 0",
+            fix="data.valid_fraction = 0.01, or train.evaluate_every_steps = 0",
+        )
     for table, values, example in choices:
         chosen = [key for key, value in values.items() if value not in (None, ())]
         if table == "train" and not chosen and model.given is not None:

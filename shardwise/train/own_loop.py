@@ -12,7 +12,7 @@ from shardwise.data.batches import as_data
 from shardwise.data.loader import seed_generators
 from shardwise.data.micros import Micros
 from shardwise.data.order import seed_of
-from shardwise.errors import RecipeError
+from shardwise.errors import DataError, RecipeError
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.recipe import PlanRequest
 from shardwise.launch import local
@@ -93,8 +93,17 @@ class batches:
             ranks=decision.mesh.data_parallel,
             epochs=epochs,
         )
+        self._begun = False
 
     def __iter__(self) -> Iterator[Micros]:
+        """Raises: DataError the second time, where nothing would come."""
+        if self._begun:
+            raise DataError(
+                "These batches were read already.",
+                why="they go through all their epochs in one loop",
+                fix="one loop over sw.batches(data, plan, epochs=...), or a new sw.batches",
+            )
+        self._begun = True
         with self.loader:
             yield from self.loader
 

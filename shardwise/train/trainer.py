@@ -24,6 +24,7 @@ from shardwise.errors import (
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
     NonFinite,
+    RecipeError,
     ShardwiseError,
     TrainingFailed,
 )
@@ -147,15 +148,19 @@ class Trainer:
         if initialize is None:
             refuse_mixing(module, recipe.model)
             self.not_probed = require_additive(module, self.loss, self.inputs, self.data, recipe.model, recipe.seed)
+        if recipe.train.evaluate_every_steps and self.valid is None:
+            raise RecipeError(
+                f"evaluate_every_steps = {recipe.train.evaluate_every_steps}, and there is nothing to evaluate on.",
+                fix="give valid= (data.valid_fraction in a recipe), or leave evaluate_every_steps out",
+            )
         self.model = parallelize(module, self.plan, blocks=recipe.model.blocks, initialize=initialize)
         self.parallel = parallel_of(self.model)
         self.scaler = LossScaler(self.plan.decision.precision == "fp16")
         clip = recipe.optimizer.clip_norm
         self.clip_norm = None if isinstance(clip, str) else clip
         self.number = 0
-        self.non_finite_in_a_row = 0
+        self.opened = False
         self.sample: Callable[[], str | None] = lambda: None
-        self._stop_reason = ""
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -190,6 +195,7 @@ class Trainer:
         total = setup.total_steps(recipe, self.data, self.plan.decision.global_batch)
         with contextlib.ExitStack() as held:
             opened = opening.open_run(held, recipe, fresh=self.fresh)
+            self.fresh = False  # a second run() of this Trainer goes on with the first one's run
             signals = held.enter_context(StopSignals())
             if opened.finished:
                 # What the script does after its loop, evaluate() say, is done with the weights that the run ended with.
@@ -204,7 +210,8 @@ class Trainer:
         if self.number == 0 and recipe.train.evaluate_every_steps:
             self.evaluate()
         try:
-            for micros in self.loader:
+            # Stopped after its last step, a run has nothing to train and still is to be finished.
+            for micros in self.loader if self.number < total else ():
                 step = self._step(micros, signals)
                 if step is None:
                     break
@@ -325,6 +332,7 @@ class Trainer:
         self.plan = setup.with_recipe(self.plan, recipe)
         self.factor = setup.factor(self.schedule, total)
         self._agreed = (False, False, False)
+        self._stop_reason, self.non_finite_in_a_row = "", 0
         per_sample = getattr(self.data, "tokens_per_sample", None)
         peak = probe.peak_flops_per_second(self.plan.decision.precision)
         self.journal = Journal(opened, self.plan, total, per_sample, peak)
@@ -340,11 +348,19 @@ class Trainer:
             policy=recipe.checkpoint,
             events=self.journal.events,
         )
+        trained = self.number
         self.number = self.checkpointer.resume()
+        if self.number == 0 and trained:
+            raise TrainingFailed(
+                f"This Trainer has made {trained} steps that no checkpoint holds.",
+                why="its weights are no longer those that a run starts with",
+                fix="make a new Trainer, or save before the loop is left (checkpoint.every_steps, trainer.save())",
+            )
         WHERE.step = self.number
         self.journal.started(ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes)
         if ranks.is_main():
             run_folder.write_plan(opened.folder, self.plan)
+        self.opened = True
         if self.not_probed:
             self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
 
@@ -365,6 +381,7 @@ class Trainer:
 
     def evaluate(self, data: Any = None) -> Evaluation:
         """The loss and metrics over all of `data` (default: `valid`), the same on every rank. Collective."""
+        self._require_open()
         WHERE.phase = "evaluate"
         chosen = self.valid if data is None else as_data(data)
         if chosen is None:
@@ -374,8 +391,17 @@ class Trainer:
         self.journal.evaluated(self.number, result, time.perf_counter() - started)
         return result
 
+    def _require_open(self) -> None:
+        if not self.opened:
+            raise TrainingFailed(
+                "The run is not open yet.",
+                why="run() loads the newest checkpoint, and before it the weights are the untrained ones",
+                fix="call this in the loop over trainer.run(...), or after it",
+            )
+
     def save(self) -> str:
         """Save now; the committed checkpoint's folder. Collective."""
+        self._require_open()
         return self.checkpointer.save(self.number, "asked", samples=self.position.samples).path
 
     def stop(self, reason: str) -> None:

@@ -255,6 +255,7 @@ def _case(name: str) -> dict[str, Any]:
         "tensor parallel": {"plan": {"tp": 2}},
         "unknown plan key": {"plan": {"zerro": 3}},
         "two batch sizes": {"tokens_per_step": 64},
+        "nothing to evaluate on": {"evaluate_every_steps": 2},
     }[name]
 
 
@@ -290,6 +291,50 @@ def evaluated(folder: str, *, zero: int) -> dict[str, Any]:
     for step in trainer.run(steps=3):
         results.append([step.loss, trainer.evaluate().loss, trainer.model.training])
     return {"results": results, "digest": digest(trainer.model)}
+
+
+def run_again(folder: str) -> dict[str, Any]:
+    """One Trainer, several runs: left at the last step, run to fewer steps, stopped, and begun afresh."""
+    trainer = trainer_of(folder, fresh=True)
+    seen: list[list[int]] = []
+    for steps, stop_at, break_at in ((3, 0, 3), (3, 0, 0), (2, 0, 0), (6, 4, 0), (6, 0, 0)):
+        seen.append([])
+        for step in trainer.run(steps=steps):
+            seen[-1].append(step.number)
+            if step.number == stop_at:
+                trainer.stop("enough")
+            if step.number == break_at:
+                break
+    return {"steps": seen, "digest": digest(trainer.model)}
+
+
+def again_without_a_checkpoint(folder: str) -> list[str]:
+    """What a Trainer says before its run is open, and after an error left it with steps that nothing holds."""
+    trainer = trainer_of(folder, valid=sw.Batches(Fixed(), workers=0))
+    said = []
+
+    def train_on() -> None:
+        for _ in trainer.run(steps=3):
+            raise LookupError
+
+    for attempt in (trainer.evaluate, trainer.save, train_on, train_on):
+        try:
+            attempt()
+        except (sw.ShardwiseError, LookupError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def batches_read_twice(folder: str) -> str:
+    from shardwise.train.own_loop import batches
+    from tests.distributed.work import plan
+
+    micros = batches(sw.Batches(Fixed(), workers=0), plan(ranks.world(), zero=0, global_batch=4), epochs=1)
+    first = sum(1 for _ in micros)
+    try:
+        return f"{first} steps, then {sum(1 for _ in micros)}"
+    except sw.ShardwiseError as error:
+        return f"{first} steps, then {type(error).__name__}"
 
 
 class Fixed(Dataset[tuple[torch.Tensor, torch.Tensor]]):

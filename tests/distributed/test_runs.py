@@ -99,6 +99,7 @@ def test_three_non_finite_losses_in_a_row_stop_the_run_with_its_checkpoint_kept(
         ("tensor parallel", ["PlanInfeasible", "tp"]),
         ("unknown plan key", ["RecipeError", "zerro", "zero"]),
         ("two batch sizes", ["RecipeError", "exactly one"]),
+        ("nothing to evaluate on", ["RecipeError", "evaluate_every_steps = 2", "valid="]),
     ],
 )
 def test_bad_input_is_refused_on_every_rank_with_its_fix(
@@ -132,6 +133,23 @@ def test_evaluation_is_one_value_everywhere_and_leaves_the_training_alone(pool: 
     # fp32 rounding of sums of at most 22 terms
     np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)
     np.testing.assert_allclose(seen[2], seen[0], rtol=1e-5)
+
+
+def test_one_trainer_runs_again_from_where_its_run_stands_and_never_past_the_end(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(2, f"{RUNS}:run_again", folder=str(tmp_path / "run"))
+    assert [result["steps"] for result in results] == [[[1, 2, 3], [], [], [4], [5, 6]]] * 2
+    assert not (tmp_path / "run.1").exists(), "a second run() of a fresh Trainer moved the first one's run aside"
+
+
+def test_weights_that_no_checkpoint_holds_are_never_taken_for_a_beginning(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(2, f"{RUNS}:again_without_a_checkpoint", folder=str(tmp_path / "run")):
+        assert ["not open yet" in one for one in said] == [True, True, False, False]
+        assert said[2].startswith("LookupError")
+        assert "has made 1 steps that no checkpoint holds" in said[3]
+
+
+def test_batches_that_were_read_are_an_error_not_an_empty_loop(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, f"{RUNS}:batches_read_twice", folder=str(tmp_path)) == ["2 steps, then DataError"] * 2
 
 
 def test_a_run_folder_that_the_ranks_do_not_share_is_refused(pool: Pool, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def test_the_version_is_told() -> None:
         (["train", QUICKSTART, "--set", "data.text=['absent/*.txt']"], "matches no file"),
         (["train", QUICKSTART, "--set", "train.devices=2", "--set", "train.plan.dp_replicate=3"], "degrees"),
         (["train", QUICKSTART, "--fork", "other"], "there is no run"),
+        (["train", QUICKSTART, "--fork", "other", "--fresh"], "contradict"),
+        (["train", QUICKSTART, "--set", "data.valid_fraction=0.0"], "nothing to evaluate on"),
         (["train", QUICKSTART, "--devices", "0"], "--devices"),
         (["run", "absent.py"], "There is no script"),
         (["plan", QUICKSTART, "--cluster", "8xH10"], "There is no GPU"),
