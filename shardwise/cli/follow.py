@@ -35,11 +35,13 @@ class Screen:
         self.shown = ""
 
     def tick(self) -> None:
-        for stream, text in self.output.new():
-            self.show(text, self.stdout if stream == "stdout" else sys.stderr)
+        # Read before the events and shown after them: an error stands below the steps that it ended.
+        pieces = self.output.new()
         for event in self.tail.new() if self.tail is not None else ():
             self.remember(event)
             self.live.emit(event)
+        for stream, text in pieces:
+            self.show(text, self.stdout if stream == "stdout" else sys.stderr)
 
     def show(self, text: str, stream: object) -> None:
         self.shown = (self.shown + text)[-SHOWN_BYTES:]

@@ -167,3 +167,19 @@ def test_the_first_failing_of_several_ranks_is_shown_and_no_other(tmp_path: Path
 def test_a_scripts_own_exit_code_is_the_commands(tmp_path: Path, code: int) -> None:
     (tmp_path / "mine.py").write_text(f"raise SystemExit({code})\n")
     assert shardwise("run", "--devices", "1", "mine.py", cwd=tmp_path).returncode == code
+
+
+def test_an_error_stands_below_the_steps_that_it_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from shardwise.cli.follow import Screen
+    from shardwise.events.reader import Tail
+    from shardwise.events.values import Evaluated, to_line
+    from shardwise.launch.watch import Output
+
+    rank = tmp_path / "logs" / "single" / "attempt_0" / "0"
+    rank.mkdir(parents=True)
+    (rank / "stdout.log").touch()
+    (rank / "stderr.log").write_text("rank 0, step 5: the disk is full\n")
+    (tmp_path / "events.jsonl").write_bytes(to_line(Evaluated(step=5, loss=1.5, count=1.0, metrics={}, seconds=0.1)))
+    Screen(Output(tmp_path / "logs"), Tail(tmp_path / "events.jsonl"), quiet_stdout=True).tick()
+    said = capfd.readouterr().err
+    assert 0 <= said.index("held-out loss") < said.index("the disk is full")
