@@ -68,6 +68,8 @@ def parallelize(
     if decision.compile == "blocks":
         for block in units:
             block.compile()
+    # What lies in a module kept in fp32 is fp32 with it, blocks too.
+    units = [unit for unit in precision.outside(units, fp32_modules) if unit not in fp32_modules]
     # 4. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.
     gradients: data_parallel.GradientSum = data_parallel.SingleProcess()
     if decision.zero == 3 and mesh is not None:

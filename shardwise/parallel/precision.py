@@ -49,7 +49,10 @@ def to_master(module: nn.Module, precision: str) -> None:
 
 
 def select_fp32_modules(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """The modules at these paths. Raises: ModelError for a path that is not there."""
+    """The outermost modules at these paths, each with all that lies in it.
+
+    Raises: ModelError for a path that is not there, or for the whole model.
+    """
     found = []
     modules = dict(module.named_modules())
     for name in names:
@@ -58,8 +61,16 @@ def select_fp32_modules(module: nn.Module, names: Iterable[str]) -> list[nn.Modu
                 f"model.fp32_modules names {name!r}, which the model has not.",
                 fix=f"use a path such as {', '.join(list(modules)[1:4])}",
             )
+        if modules[name] is module:
+            raise ModelError("model.fp32_modules names the whole model.", fix='train.precision = "fp32"')
         found.append(modules[name])
-    return found
+    return outside(list(dict.fromkeys(found)), found)
+
+
+def outside(units: list[nn.Module], kept: list[nn.Module]) -> list[nn.Module]:
+    """The units that lie in none of the kept modules."""
+    inner = {one for module in kept for one in module.modules() if one is not module}
+    return [unit for unit in units if unit not in inner]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

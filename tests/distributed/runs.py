@@ -325,6 +325,34 @@ def again_without_a_checkpoint(folder: str) -> list[str]:
     return said
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.seen: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(str(self.linear.weight.dtype))
+        return x + self.linear(x)
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Sequential(Residual(), Residual()), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inner(x))
+
+
+def kept_in_fp32(folder: str, *, names: list[str], zero: int) -> list[str]:
+    """The dtype that each block's weight had in its last forward."""
+    trainer = trainer_of(folder, model=Stacked, precision="bf16", fp32_modules=names, plan={"zero": zero})
+    for _ in trainer.run(steps=1):
+        pass
+    return [block.seen[-1] for block in trainer.model.inner]
+
+
 def batches_read_twice(folder: str) -> str:
     from shardwise.train.own_loop import batches
     from tests.distributed.work import plan

@@ -148,6 +148,23 @@ def test_weights_that_no_checkpoint_holds_are_never_taken_for_a_beginning(pool: 
         assert "has made 1 steps that no checkpoint holds" in said[3]
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(
+    ("names", "dtypes"),
+    [
+        (["inner"], ["float32", "float32"]),
+        (["inner.0"], ["float32", "bfloat16"]),
+        (["inner.0.linear", "inner.0", "inner.0"], ["float32", "bfloat16"]),
+        (["inner.1.linear"], ["bfloat16", "float32"]),
+    ],
+)
+def test_a_module_kept_in_fp32_keeps_the_blocks_in_it_and_may_be_one(
+    pool: Pool, tmp_path: Path, names: list[str], dtypes: list[str], zero: int
+) -> None:
+    seen = pool.run(2, f"{RUNS}:kept_in_fp32", folder=str(tmp_path / "run"), names=names, zero=zero)
+    assert seen == [[f"torch.{dtype}" for dtype in dtypes]] * 2
+
+
 def test_batches_that_were_read_are_an_error_not_an_empty_loop(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, f"{RUNS}:batches_read_twice", folder=str(tmp_path)) == ["2 steps, then DataError"] * 2
 
