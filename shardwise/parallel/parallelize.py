@@ -30,6 +30,8 @@ class Parallel:
         self.named_parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.sharded = plan.decision.zero == 3
         self.checked_gradients = False
+        self.loss_names: dict[str, list[str]] = {}
+        self.calls = 0
 
 
 _parallel: weakref.WeakKeyDictionary[nn.Module, Parallel] = weakref.WeakKeyDictionary()

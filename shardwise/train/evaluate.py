@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.errors import DataError
 from shardwise.parallel.parallelize import Parallel
 from shardwise.train.loss import LossFunction, named
-from shardwise.train.step import Inputs, LocalSums, agree, to_device
+from shardwise.train.step import Inputs, LocalSums, agree, require_same_names, to_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,9 @@ def _sums(module: nn.Module, parallel: Parallel, loader: Any, loss: LossFunction
         for micro in micros:
             batch = to_device(micro.batch, parallel.device)
             args, kwargs = inputs(batch)
-            sums.add(named(loss(module(*args, **kwargs), batch)), micro.weight)
+            losses = named(loss(module(*args, **kwargs), batch))
+            require_same_names(parallel, loss, False, losses)
+            sums.add(losses, micro.weight)
     if not sums.losses:
         raise DataError("The evaluation data is empty.", fix="give at least one sample, or leave valid out")
     return sums

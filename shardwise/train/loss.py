@@ -43,7 +43,8 @@ def named(value: object) -> dict[str, Loss]:
                     f"The total of {name!r} is not a scalar tensor.",
                     fix="return sw.Loss(per_item.sum(), per_item.numel())",
                 )
-        return dict(value)
+        # In one order on every rank: sums cross the ranks by position.
+        return dict(sorted(value.items()))
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         raise LossError(
             "The loss function returned a bare scalar.",

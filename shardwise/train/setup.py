@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise import ranks
 from shardwise.data import mixture
-from shardwise.errors import ModelError, RecipeError
+from shardwise.errors import ModelError, PlanInfeasible, RecipeError
 from shardwise.inputs import arch as archs
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import Arch
@@ -56,8 +56,6 @@ class Settings:
 
     def recipe(self) -> Recipe:
         """The Recipe of these keywords: the same checks as for a file. Raises: RecipeError."""
-        if isinstance(self.plan, Plan):
-            return self.plan.recipe
         keys: dict[str, Any] = {
             "run": self.run,
             "seed": self.seed,
@@ -79,6 +77,8 @@ class Settings:
         return recipes.from_keys(keys, "Trainer")
 
     def _batch(self) -> dict[str, int]:
+        if isinstance(self.plan, Plan) and self.global_batch is None and self.tokens_per_step is None:
+            return {"global_batch": self.plan.decision.global_batch}
         if (self.global_batch is None) == (self.tokens_per_step is None):
             raise RecipeError(
                 "The Trainer needs exactly one of global_batch and tokens_per_step.",
@@ -101,6 +101,8 @@ class Settings:
 
 
 def _plan_keys(plan: str | PlanRequest | Mapping[str, Any] | Plan) -> Any:
+    if isinstance(plan, Plan):
+        return "auto"  # the decision stands in the Plan; the rest of the recipe is the keywords'
     return msgspec.to_builtins(plan) if isinstance(plan, PlanRequest) else plan
 
 
@@ -167,6 +169,26 @@ def make_plan(recipe: Recipe, module: nn.Module) -> Plan:
         return msgspec.to_builtins(rule_of_thumb.plan(recipe, shape, cluster, world=ranks.world()))
 
     return msgspec.convert(ranks.on_main(decide), Plan)
+
+
+def obeying(plan: Plan, recipe: Recipe) -> Plan:
+    """A Plan that was handed over, with the recipe of this run. Raises: PlanInfeasible where the two contradict."""
+    decision = plan.decision
+    batch = rule_of_thumb.global_batch(recipe)
+    asked: list[tuple[str, object, object]] = [("global_batch", batch, decision.global_batch)]
+    if recipe.train.precision != "auto":
+        asked.append(("precision", recipe.train.precision, decision.precision))
+    if recipe.batch.micro_batch != "auto":
+        even = math.ceil(batch / (decision.mesh.data_parallel * decision.accumulation))
+        asked.append(("micro_batch", min(recipe.batch.micro_batch, even), decision.micro_batch))
+    for key, given, decided in asked:
+        if given != decided:
+            raise PlanInfeasible(
+                f"{key} = {given}, and the plan was made for {key} = {decided}.",
+                why="a Plan is a decision about one recipe",
+                fix=f"leave {key} out, give {key} = {decided}, or let the run plan again",
+            )
+    return with_recipe(plan, recipe)
 
 
 def require_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, zero: int) -> None:

@@ -54,7 +54,7 @@ class LocalSums:
         for name, loss in losses.items():
             self.weights[name] = loss.weight
             _add(self.losses, name, (loss.total.detach() * weight, _times(loss.count, weight)))
-            for metric, (hits, items) in loss.metrics.items():
+            for metric, (hits, items) in sorted(loss.metrics.items()):
                 _add(self.metrics, metric, (_times(hits, weight), _times(items, weight)))
 
 
@@ -158,7 +158,32 @@ def _forward(parallel: Parallel, work: Work, index: int) -> dict[str, Loss]:
     # Dropout is a function of the position alone, so that a resumed run draws what an unbroken one would have.
     torch.manual_seed(seed_of(parallel.plan.recipe.seed, "micro-batch", work.step, parallel.data_coord, index))
     args, kwargs = work.inputs(batch)
-    return named(work.loss(work.module(*args, **kwargs), batch))
+    losses = named(work.loss(work.module(*args, **kwargs), batch))
+    require_same_names(parallel, work.loss, work.module.training, losses)
+    return losses
+
+
+def require_same_names(parallel: Parallel, loss: LossFunction, training: bool, losses: Mapping[str, Loss]) -> None:
+    """A loss function gives the same losses and metrics for every micro-batch, on every rank.
+
+    Sums cross the ranks by position, so another set of names would be added up wrongly, or hang.
+    Collective the first time that a function is seen. Raises: LossError.
+    """
+    code = getattr(loss, "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else type(loss).__qualname__
+    key = f"{place}, {'training' if training else 'evaluation'}"
+    here = [*losses, *(f"{name}.{metric}" for name in losses for metric in sorted(losses[name].metrics))]
+    if key not in parallel.loss_names:
+        everywhere = ranks.gather_json(here)
+        parallel.loss_names[key] = next((names for names in everywhere if names != here), here)
+    expected = parallel.loss_names[key]
+    if here != expected:
+        differing = ", ".join(sorted(set(here) ^ set(expected)))
+        raise LossError(
+            f"The loss function does not give the same names everywhere: {differing}.",
+            why="losses and metrics are summed over all micro-batches and ranks, so each must give all of them",
+            fix="return every loss and metric each time, with (0, 0) for a metric that has nothing to count",
+        )
 
 
 def _global_counts(parallel: Parallel, work: Work, first: LocalSums) -> dict[str, float]:
@@ -272,14 +297,17 @@ def forward_backward(
 ) -> StepLoss:
     """One step's forward and backward in an own loop: afterwards every `.grad` is the global batch's average.
 
-    `micros` is what `sw.batches` yields, or one batch. `step` keys dropout; `sw.batches` numbers it by itself.
+    `micros` is what `sw.batches` yields, or one batch. `step` keys dropout: `sw.batches` numbers it by itself; for
+    plain batches the calls are counted, so give it there where dropout shall resume to the bit.
     Collective. Raises: LossError, ModelError.
     """
     parallel = parallel_of(module)
+    parallel.calls += 1
     if isinstance(micros, Micros):
         step = step or micros.first
         pieces = list(micros)
     else:
+        step = step or parallel.calls
         pieces = [MicroBatch(micros, 1.0, 1)]
     sums = accumulate(parallel, Work(module, pieces, loss, call_inputs(module, inputs), step))
     outcome, _ = agree(sums, [], parallel.device)

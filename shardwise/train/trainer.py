@@ -142,7 +142,7 @@ class Trainer:
         # What the loop's own body draws is the same on every rank and in every run of this seed.
         seed_generators(seed_of(recipe.seed, "loop"))
         module, initialize = setup.build_model(model, recipe)
-        self.plan = plan if plan is not None else setup.make_plan(recipe, module)
+        self.plan = setup.obeying(plan, recipe) if plan is not None else setup.make_plan(recipe, module)
         self.inputs = call_inputs(module, self.inputs)
         self.not_probed = ""
         if initialize is None:
@@ -404,9 +404,9 @@ class Trainer:
         self._require_open()
         return self.checkpointer.save(self.number, "asked", samples=self.position.samples).path
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str = "") -> None:
         """End the run after this step. One rank is enough: the ranks agree in the next step, which is then dropped.
 
         A Stream cannot give samples back, so there the next step still counts.
         """
-        self._stop_reason = reason
+        self._stop_reason = reason or "asked"

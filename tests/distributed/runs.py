@@ -157,6 +157,65 @@ def streamed(folder: str, *, steps: int, breaks: list[int]) -> dict[str, Any]:
     return {"losses": losses, "digest": digest(trainer.model)}
 
 
+def keywords_beside_a_plan(folder: str) -> dict[str, Any]:
+    """plan=Plan says how the work is split; every other keyword still counts, and a contradiction is refused."""
+    from tests.distributed.work import plan
+
+    made = plan(ranks.world(), zero=0, global_batch=8, precision="fp32")
+    trainer = trainer_of(folder, plan=made, seed=5, clip_norm=0.25)
+    recipe = trainer.plan.recipe
+    return {
+        "kept": [recipe.run == folder, recipe.seed, trainer.clip_norm],
+        "batch": refused(folder, "fine", plan=made, global_batch=6),
+        "precision": refused(folder, "fine", plan=made, precision="bf16"),
+    }
+
+
+def metric_names(folder: str, case: str) -> str:
+    """Metrics that only one rank, or only a later micro-batch, gives."""
+    calls = [0]
+
+    def named(outputs: torch.Tensor, batch: Any) -> sw.Loss:
+        calls[0] += 1
+        plain = squared(outputs, batch)
+        extra = ranks.is_main() if case == "rank" else calls[0] % 2 == 0
+        return sw.Loss(plain.total, plain.count, {"extra": (1, 1)} if extra else {})
+
+    return refused(folder, "fine", loss=named, micro_batch=2, mixes_samples="accept")
+
+
+def metric_order() -> dict[str, float]:
+    """The same metrics in another order on every second rank."""
+    from tests.distributed.work import plan
+
+    made = plan(ranks.world(), zero=0, global_batch=ranks.world(), precision="fp32")
+    module = sw.parallelize(nn.Linear(6, 1), made)
+
+    def named(outputs: torch.Tensor, batch: Any) -> sw.Loss:
+        metrics = [("one", (1.0, 1)), ("two", (2.0, 1))]
+        return sw.Loss(outputs.sum(), 1, dict(metrics if ranks.rank() % 2 else reversed(metrics)))
+
+    return dict(sw.forward_backward(module, torch.ones(1, 6), named).metrics)
+
+
+def plain_batches() -> list[float]:
+    """Dropout in an own loop that hands over plain batches."""
+    from tests.distributed.work import plan
+
+    made = plan(ranks.world(), zero=0, global_batch=ranks.world(), precision="fp32")
+    module = sw.parallelize(nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1)), made)
+    return [sw.forward_backward(module, torch.ones(1, 64), lambda o, b: sw.Loss(o.sum(), 1)).loss for _ in range(3)]
+
+
+def stopped_without_a_reason(folder: str) -> list[int]:
+    trainer, seen = trainer_of(folder), []
+    for step in trainer.run(steps=6):
+        seen.append(step.number)
+        if step.number == 2:
+            trainer.stop("")
+    return seen
+
+
 def unbroken(folder: str) -> str:
     trainer = trainer_of(folder)
     for _ in trainer.run(steps=12):

@@ -183,3 +183,28 @@ def test_an_uneven_stream_never_hangs_and_resumes_to_the_bit(pool: Pool, tmp_pat
     broken = pool.run(world, f"{RUNS}:streamed", folder=str(tmp_path / "b"), steps=11, breaks=[2, 7, 8])
     assert broken == unbroken
     assert all(result["losses"] == unbroken[0]["losses"] for result in unbroken)
+
+
+def test_keywords_beside_a_plan_count_and_contradictions_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for result in pool.run(2, f"{RUNS}:keywords_beside_a_plan", folder=str(tmp_path / "run")):
+        assert result["kept"] == [True, 5, 0.25]
+        assert result["batch"].startswith("PlanInfeasible|") and "global_batch" in result["batch"]
+        assert result["precision"].startswith("PlanInfeasible|") and "precision" in result["precision"]
+
+
+@pytest.mark.parametrize("case", ["rank", "micro-batch"])
+def test_metrics_that_not_every_micro_batch_gives_are_refused(pool: Pool, tmp_path: Path, case: str) -> None:
+    for message in pool.run(2, f"{RUNS}:metric_names", folder=str(tmp_path / "run"), case=case):
+        assert message.startswith("LossError|") and "extra" in message and "fix:" in message
+
+
+def test_metrics_are_summed_by_name_whatever_their_order(pool: Pool) -> None:
+    assert pool.run(3, f"{RUNS}:metric_order") == [{"one": 1.0, "two": 2.0}] * 3
+
+
+def test_plain_batches_draw_other_dropout_at_every_step(pool: Pool) -> None:
+    assert len(set(pool.run(1, f"{RUNS}:plain_batches")[0])) == 3
+
+
+def test_stop_needs_no_reason(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, f"{RUNS}:stopped_without_a_reason", folder=str(tmp_path / "run")) == [[1, 2]] * 2
