@@ -9,7 +9,7 @@ from shardwise.cli.follow import follow
 from shardwise.data.token_file import prepare_recipe
 from shardwise.errors import RecipeError
 from shardwise.events.reader import read
-from shardwise.events.values import AnyEvent, Evaluated, Step
+from shardwise.events.values import AnyEvent, Evaluated, Saved, Step
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
 from shardwise.inputs.recipe import DataSpec, Recipe
@@ -41,12 +41,14 @@ def train(asked: Asked) -> int:
         )
     overrides = asked.overrides if asked.devices is None else (*asked.overrides, f"train.devices={asked.devices}")
     recipe = recipes.load(asked.recipe, overrides)
+    source = recipe.run
+    if asked.fork is not None:
+        recipe, _ = run_folder.planned_fork(source, asked.fork, recipe)
     made = _plan(recipe)
     if asked.dry_run:
         return _dry_run(made, asked.as_json)
     if asked.fork is not None:
-        recipe = run_folder.fork(recipe.run, asked.fork, recipe)
-        made = _plan(recipe)
+        run_folder.fork(source, asked.fork, recipe)
     run_folder.require_free(recipe.run)
     if not asked.fresh:
         state = run_folder.open_run(recipe.run, recipe)
@@ -55,7 +57,9 @@ def train(asked: Asked) -> int:
     _prepare(recipe.data)
     if asked.fresh and (aside := run_folder.move_aside(recipe.run)) is not None:
         print(f"the run that was there is now {aside}", file=sys.stderr)
-    return _run(made, run_folder.open_run(recipe.run, recipe), asked.as_json)
+    # From before the ranks start: of two commands at once one is refused here, and never shows the other's steps.
+    with run_folder.locked(recipe.run, run_folder.COMMAND):
+        return _run(made, run_folder.open_run(recipe.run, recipe), asked.as_json)
 
 
 def _plan(recipe: Recipe) -> Plan:
@@ -105,22 +109,25 @@ def _run(made: Plan, state: run_folder.RunState, as_json: bool) -> int:
     logs = run_folder.new_logs_folder(state.folder / "logs", f"attempt-{state.attempt:03d}")
     run_folder.write_plan(logs, made)
     followed = follow(_job(made, logs), state.folder, state.attempt, quiet_stdout=as_json)
-    events = (*_beginning(state), *followed.events)
+    events = (*_told_before(state), *followed.events)
     if not as_json and followed.code == 0:
         print(summary.text(made, events, str(state.folder)))
     print(summary.last_line(events, str(state.folder), followed.code))
     return followed.code
 
 
-def _beginning(state: run_folder.RunState) -> tuple[AnyEvent, ...]:
-    """The first evaluation and step that an earlier attempt told: what "before" means for the whole run."""
-    for attempt in range(1, state.attempt):
-        path = run_folder.events_path(state.folder, attempt)
-        told = read(path) if path.exists() else []
-        firsts = [next((one for one in told if isinstance(one, kind)), None) for kind in (Evaluated, Step)]
-        if firsts[1] is not None:
-            return tuple(one for one in firsts if one is not None)
-    return ()
+def _told_before(state: run_folder.RunState) -> tuple[AnyEvent, ...]:
+    """Of the earlier attempts, the first and the last evaluation and step, and the last save.
+
+    The first say what "before" means for the whole run; the last stand where this attempt has nothing left to train.
+    """
+    paths = [run_folder.events_path(state.folder, attempt) for attempt in range(1, state.attempt)]
+    told = [event for path in paths if path.exists() for event in read(path)]
+    kept: list[AnyEvent] = []
+    for kind in (Evaluated, Step, Saved):
+        of_kind = [event for event in told if isinstance(event, kind)]
+        kept += of_kind[:1] if len(of_kind) == 1 else [*of_kind[:1], *of_kind[-1:]]
+    return tuple(kept)
 
 
 def _say_finished(state: run_folder.RunState, as_json: bool) -> int:

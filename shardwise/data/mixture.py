@@ -142,6 +142,16 @@ class Mixture(Batches):
         return as_batch(rows, extra)
 
 
+class EachOnce(Mixture):
+    """The sources one after the other, each sample once an epoch, none weighted: what an evaluation averages over."""
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        super().__init__([(source, 1.0) for source in sources], last="short")
+
+    def order(self, positions: Ints, seed: int, shuffle: bool) -> Ints:
+        return sample_order(positions, len(self), seed, shuffle)
+
+
 def recipe_data(spec: DataSpec, progress: Progress | None = None) -> tuple[Ordered, Ordered | None]:
     """What a recipe's [data] says: the data for training, and the held-out part (None with valid_fraction =
     0).
@@ -159,7 +169,7 @@ def recipe_data(spec: DataSpec, progress: Progress | None = None) -> tuple[Order
     if len(parts) == 1:
         data = parts[0][0]
         return data, data.valid if data.has_valid else None
-    valid = Mixture([(data.valid, weight) for data, weight in parts]) if spec.valid_fraction > 0 else None
+    valid = EachOnce([data.valid for data, _ in parts]) if spec.valid_fraction > 0 else None
     return Mixture(parts), valid
 
 

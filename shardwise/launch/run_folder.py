@@ -3,6 +3,7 @@
     run/run.json         the recipe, the number of attempts, where it was forked from, whether it is finished
     run/plan.json        the plan of the latest attempt
     run/lock             held (flock) by the first rank while it trains
+    run/command.lock     held (flock) by `shardwise train` from before the ranks start until they have ended
     run/events/  run/logs/  run/checkpoints/
 
 `open_run` only looks. `held` is what the first rank does: lock, look, record the attempt.
@@ -27,6 +28,7 @@ from shardwise.plan.plan import Plan
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MANIFEST = "manifest.json"
+TRAINING, COMMAND = "lock", "command.lock"
 
 
 class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,6 +190,18 @@ def fork(source: str | Path, name: str, recipe: Recipe) -> Recipe:
 
     Raises: RunFolderError where there is nothing to fork, or NAME is another run.
     """
+    forked, newest = planned_fork(source, name, recipe)
+    if newest is not None:
+        _copy_checkpoint(newest, checkpoints_folder(forked.run) / newest.name)
+        write_record(forked.run, RunRecord(recipe=forked, forked_from=str(source)))
+    return forked
+
+
+def planned_fork(source: str | Path, name: str, recipe: Recipe) -> tuple[Recipe, Path | None]:
+    """The recipe of the fork and the checkpoint that it begins at, None where it is there already. Changes nothing.
+
+    Raises: RunFolderError as `fork`.
+    """
     source = Path(source)
     target = source.parent / name
     forked = msgspec.structs.replace(recipe, run=str(target))
@@ -196,16 +210,14 @@ def fork(source: str | Path, name: str, recipe: Recipe) -> Recipe:
     record = read_record(target)
     if record is not None:
         if record.forked_from == str(source):
-            return forked
+            return forked, None
         raise RunFolderError(f"--fork {name}: {target} is another run already.", fix="give a new name")
     if read_record(source) is None:
         raise RunFolderError(f"--fork {name}: there is no run in {source}.", fix="start it first, without --fork")
     newest = newest_checkpoint(source)
     if newest is None:
         raise RunFolderError(f"--fork {name}: {source} has no committed checkpoint.", fix="start without --fork")
-    _copy_checkpoint(newest, checkpoints_folder(target) / newest.name)
-    write_record(target, RunRecord(recipe=forked, forked_from=str(source)))
-    return forked
+    return forked, newest
 
 
 def newest_checkpoint(folder: str | Path) -> Path | None:
@@ -266,15 +278,15 @@ def finish(folder: str | Path, step: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
-    """Hold run/lock. It is released when this process ends, however it ends.
+def locked(folder: str | Path, name: str = TRAINING) -> Iterator[None]:
+    """Hold one of the run's locks. It is released when this process ends, however it ends.
 
     Raises: RunFolderError that names the holder.
     """
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise RunFolderError(
             f"{folder} cannot be written.", why=error.strerror or str(error), fix="give another run folder"
@@ -282,7 +294,7 @@ def locked(folder: str | Path) -> Iterator[None]:
     _HELD.add(handle)
     try:
         if not _try_lock(handle, fcntl.LOCK_EX):
-            raise _in_use(folder)
+            raise _in_use(folder, name)
         os.ftruncate(handle, 0)
         os.pwrite(handle, msgspec.json.encode(Holder(os.getpid(), hostname())), 0)
         yield
@@ -304,16 +316,17 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def require_free(folder: str | Path) -> None:
-    """Raises: RunFolderError while a process holds the run's lock."""
-    try:
-        handle = os.open(Path(folder) / "lock", os.O_RDWR)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    try:
-        if not _try_lock(handle, fcntl.LOCK_SH):
-            raise _in_use(Path(folder))
-    finally:
-        os.close(handle)
+    """Raises: RunFolderError while a process holds one of the run's locks."""
+    for name in (TRAINING, COMMAND):
+        try:
+            handle = os.open(Path(folder) / name, os.O_RDWR)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        try:
+            if not _try_lock(handle, fcntl.LOCK_SH):
+                raise _in_use(Path(folder), name)
+        finally:
+            os.close(handle)
 
 
 def _try_lock(handle: int, kind: int) -> bool:
@@ -324,9 +337,9 @@ def _try_lock(handle: int, kind: int) -> bool:
     return True
 
 
-def _in_use(folder: Path) -> RunFolderError:
+def _in_use(folder: Path, name: str) -> RunFolderError:
     try:
-        holder = msgspec.json.decode((folder / "lock").read_bytes(), type=Holder)
+        holder = msgspec.json.decode((folder / name).read_bytes(), type=Holder)
         who = f"process {holder.pid} on {holder.host} trains there"
     except (OSError, msgspec.DecodeError):
         who = "another process has just started there"

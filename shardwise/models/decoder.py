@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from shardwise.inputs.arch import Arch
@@ -225,11 +226,12 @@ def generate(
     """`prompt` and `count` sampled tokens after each row; temperature 0 takes the likeliest.
 
     Keeps no cache: each token costs a forward of what came before, at most `max_sequence_length` of it.
-    `vocabulary` bounds the ids where a head is padded. Collective where the parameters are sharded.
+    `vocabulary` bounds the ids where a head is padded. Modes are as before afterwards, and what was sharded is again.
+    Collective where the parameters are sharded.
     Shapes: int64 [B, S] -> [B, S + count].
     """
     longest = getattr(getattr(model, "arch", None), "max_sequence_length", None)
-    tokens, was_training = prompt, model.training
+    tokens, modes = prompt, [(inner, inner.training) for inner in model.modules()]
     model.eval()
     try:
         for _ in range(count):
@@ -242,5 +244,8 @@ def generate(
                 following = torch.multinomial(weights, 1, generator=generator)
             tokens = torch.cat((tokens, following), dim=1)
     finally:
-        model.train(was_training)
+        for inner, training in modes:
+            inner.training = training
+            if isinstance(inner, FSDPModule):
+                inner.reshard()  # FSDP2 leaves the root whole after a forward that has no backward
     return tokens

@@ -75,6 +75,12 @@ class BucketedDataParallel:
             for slot, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._arrival(bucket, slot))
 
+    def before_backward(self, *, stage: int = 0, last: bool) -> None:
+        self.last_micro_batch = last
+
+    def reshard(self) -> None:
+        return
+
     def _arrival(self, bucket: Bucket, slot: int) -> Callable[[torch.Tensor], None]:
         def arrived(parameter: torch.Tensor) -> None:
             view = bucket.views[slot]

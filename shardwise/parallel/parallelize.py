@@ -3,35 +3,57 @@
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import ranks
 from shardwise.errors import BadInput, ModelError
 from shardwise.inputs.recipe import ModelSpec
 from shardwise.models import inspect
 from shardwise.parallel import data_parallel, device_mesh, precision
+from shardwise.parallel.device_mesh import Mesh
 from shardwise.plan import check
 from shardwise.plan.plan import Plan
 from shardwise.torch_private import buffer_slots, parameter_slots
 
 
 class Parallel:
-    """What the step needs to know of a parallelized module."""
+    """What the step needs to know of a parallelized module.
 
-    def __init__(
-        self, plan: Plan, module: nn.Module, gradients: data_parallel.GradientSum, device: torch.device
-    ) -> None:
+    speaks: whether this rank's sums of losses count; of ranks that see the same samples one does.
+    owned: the parameters whose squares this rank adds to the gradient norm; every number has one owner.
+    """
+
+    def __init__(self, plan: Plan, module: nn.Module, mesh: Mesh, gradients: data_parallel.GradientSum) -> None:
         self.plan = plan
+        self.mesh = mesh
         self.gradients = gradients
-        self.device = device
+        self.pipeline: Any = None
+        self.draws_apart = False
+        self.device = ranks.device()
         self.data_coord = plan.decision.mesh.data_coord(ranks.rank())
+        self.speaks = mesh.index("tp") == 0 and mesh.index("cp") == 0
         self.named_parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.sharded = plan.decision.zero == 3
+        self.owned = [p for _, p in self.named_parameters if owns(mesh, p)]
         self.checked_gradients = False
-        self.loss_names: dict[str, list[str]] = {}
+        self.layouts: dict[str, Any] = {}
         self.calls = 0
+
+    def finish_gradients(self) -> None:
+        """After the last backward of a step: every gradient is the sum over all ranks. Collective."""
+        self.gradients.finish()
+
+
+def owns(mesh: Mesh, parameter: torch.Tensor) -> bool:
+    """Whether this rank counts for what it holds of a parameter: a shard, or the first of several equal copies."""
+    split: set[str] = set()
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        split = {name for name, placed in zip(names, parameter.placements, strict=True) if not placed.is_replicate()}
+    return all(axis in split or mesh.index(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
 
 
 _parallel: weakref.WeakKeyDictionary[nn.Module, Parallel] = weakref.WeakKeyDictionary()
@@ -74,14 +96,16 @@ def parallelize(
     units = [unit for unit in precision.outside(units, fp32_modules) if unit not in fp32_modules]
     # 4. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.
     gradients: data_parallel.GradientSum = data_parallel.SingleProcess()
-    if decision.zero == 3 and mesh is not None:
-        gradients = data_parallel.full_shard(module, units, fp32_modules, mesh=mesh, compute=decision.precision)
+    if decision.zero == 3 and mesh.device_mesh is not None:
+        gradients = data_parallel.full_shard(
+            module, units, fp32_modules, mesh=mesh.device_mesh, compute=decision.precision
+        )
         place(module, device, module.to_empty, initialize)
     else:
         place(module, device, partial(empty_on, module), initialize)
         if precision.is_mixed(decision.precision):
             precision.apply_compute_copies(module, units, fp32_modules, decision.precision)
-        if mesh is not None:
+        if mesh.device_mesh is not None:
             gradients = data_parallel.replicated(module, decision.bucket_cap_mb)
     if precision.is_mixed(decision.precision):
         precision.cast_outputs(module)
@@ -89,7 +113,7 @@ def parallelize(
     if inspect.ties(module) != ties:
         raise ModelError("Tied weights came untied.", why=f"before: {ties}; after: {inspect.ties(module)}")
 
-    _parallel[module] = Parallel(plan, module, gradients, device)
+    _parallel[module] = Parallel(plan, module, mesh, gradients)
     return module
 
 

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from shardwise.errors import DataError
 from shardwise.parallel.parallelize import Parallel
 from shardwise.train.loss import LossFunction, named
-from shardwise.train.step import Inputs, LocalSums, agree, require_same_names, to_device
+from shardwise.train.step import Inputs, LocalSums, Work, agree, counted, loss_key, to_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,27 +44,20 @@ def evaluate(module: nn.Module, parallel: Parallel, data: Any, loss: LossFunctio
         loader.close()
         for inner, training in modes:
             inner.training = training
-        reshard(module)
-    outcome, _ = agree(sums, [], parallel.device)
+        parallel.gradients.reshard()
+    outcome, _ = agree(parallel, sums, [])
     return Evaluation(outcome.loss, outcome.count, outcome.losses, outcome.metrics)
 
 
 def _sums(module: nn.Module, parallel: Parallel, loader: Any, loss: LossFunction, inputs: Inputs) -> LocalSums:
-    sums = LocalSums()
+    sums = LocalSums(loss_key(loss, training=False))
     for micros in loader:
+        if parallel.pipeline is not None:
+            work = Work(module, list(micros), loss, inputs, 0)
+            sums.join(counted(parallel, parallel.pipeline, work, sums.key, len(work.micros)))
+            continue
         for micro in micros:
             batch = to_device(micro.batch, parallel.device)
             args, kwargs = inputs(batch)
-            losses = named(loss(module(*args, **kwargs), batch))
-            require_same_names(parallel, loss, False, losses)
-            sums.add(losses, micro.weight)
-    if not sums.losses:
-        raise DataError("The evaluation data is empty.", fix="give at least one sample, or leave valid out")
+            sums.add(named(loss(module(*args, **kwargs), batch)), micro.weight)
     return sums
-
-
-def reshard(module: nn.Module) -> None:
-    """Back to shards at rest: FSDP2 leaves the root whole after a forward that has no backward."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()

@@ -139,6 +139,20 @@ def recipe_model(recipe: Recipe) -> Any:
     return recipe_arch(recipe, "gpu" if ranks.device_kind() == "cuda" else "cpu")
 
 
+def require_vocabulary(module: nn.Module, data: Any) -> None:
+    """Raises: ModelError where the largest embedding has fewer rows than the data has token ids."""
+    ids = getattr(data, "vocab_size", None)
+    rows = {name: m.num_embeddings for name, m in module.named_modules() if isinstance(m, nn.Embedding)}
+    if ids is None or not rows or max(rows.values()) >= ids:
+        return
+    name = max(rows, key=lambda one: rows[one])
+    raise ModelError(
+        f"{name or 'The model'} embeds {rows[name]} token ids, and the data has {ids}.",
+        why="byte tokens are 256 bytes and a separator between documents" if ids == 257 else "",
+        fix=f"give the model a vocabulary of {ids} or more",
+    )
+
+
 def recipe_arch(recipe: Recipe, kind: str) -> Arch:
     model = recipe.model
     if model.preset is not None:

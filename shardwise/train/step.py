@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,10 +17,14 @@ from torch.distributed.tensor import DTensor
 from shardwise import ranks
 from shardwise.data.micros import MicroBatch, Micros
 from shardwise.data.order import seed_of
-from shardwise.errors import LossError, ModelError
+from shardwise.errors import DataError, LossError, ModelError
 from shardwise.parallel.parallelize import Parallel, parallel_of
 from shardwise.torch_private import norms, scale_, tree_map
 from shardwise.train.loss import Loss, LossFunction, named
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline import Pipeline
+    from shardwise.parallel.staging import Stage
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -44,18 +48,30 @@ class StepLoss:
 
 @dataclasses.dataclass
 class LocalSums:
-    """What this rank adds to the agreement: (sum, count) by name, and each loss's weight."""
+    """What this rank adds to the agreement: (sum, count) by name, and each loss's weight. `key`: of which function."""
 
+    key: str
     losses: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     metrics: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     weights: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def add(self, losses: Mapping[str, Loss], weight: float) -> None:
+        """Raises: LossError where these are not the names of the micro-batches before."""
+        here = {*losses, *(metric for loss in losses.values() for metric in loss.metrics)}
+        if self.losses and here != (before := {*self.losses, *self.metrics}):
+            raise _names_differ(here, before)
         for name, loss in losses.items():
             self.weights[name] = loss.weight
             _add(self.losses, name, (loss.total.detach() * weight, _times(loss.count, weight)))
             for metric, (hits, items) in sorted(loss.metrics.items()):
                 _add(self.metrics, metric, (_times(hits, weight), _times(items, weight)))
+
+    def join(self, other: "LocalSums") -> None:
+        """Add another's sums of the same names."""
+        self.weights.update(other.weights)
+        for mine, theirs in ((self.losses, other.losses), (self.metrics, other.metrics)):
+            for name, (total, count) in theirs.items():
+                _add(mine, name, (total, count))
 
 
 def _times(value: Any, weight: float) -> Any:
@@ -113,6 +129,17 @@ class Work:
     scale: float = 1.0
     phase: str = "forward"
 
+    @property
+    def key(self) -> str:
+        return loss_key(self.loss, training=True)
+
+
+def loss_key(loss: LossFunction, *, training: bool) -> str:
+    """A loss function's name among those that this module is trained and evaluated with; the same on every rank."""
+    code = getattr(loss, "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else type(loss).__qualname__
+    return f"{place}, {'training' if training else 'evaluation'}"
+
 
 def accumulate(parallel: Parallel, work: Work) -> LocalSums:
     """Forward and backward over this rank's micro-batches; gradients end as sums over all ranks. Collective.
@@ -126,78 +153,183 @@ def accumulate(parallel: Parallel, work: Work) -> LocalSums:
         torch.set_rng_state(callers)
     work.phase = "gradient reduction"
     _every_parameter_has_a_gradient(parallel)
-    parallel.gradients.finish()
+    parallel.finish_gradients()
     return sums
 
 
 def _accumulate(parallel: Parallel, work: Work) -> LocalSums:
-    sums = LocalSums()
+    sums = LocalSums(work.key)
     divisors: dict[str, float] = {}
+    if parallel.pipeline is not None:
+        return _pipelined(parallel, parallel.pipeline, work)
     for index, micro in enumerate(work.micros):
         losses = _forward(parallel, work, index)
         sums.add(losses, micro.weight)
-        if len(losses) > 1 and not divisors:
+        if index == 0 and len(layout(parallel, sums).losses) > 1:
             divisors = _global_counts(parallel, work, sums)
-        objective: torch.Tensor = sum(
-            loss.total * (loss.weight * micro.weight / divisors.get(name, 1.0)) for name, loss in losses.items()
-        )  # type: ignore[assignment]
-        parallel.gradients.last_micro_batch = index == len(work.micros) - 1
+        objective = _objective(losses, micro.weight, divisors) * work.scale
         work.phase = "backward"
-        if not objective.requires_grad:
-            raise LossError(
-                "The loss does not depend on any trainable parameter.",
-                fix="compute it from the model's outputs",
-            )
-        (objective * work.scale if work.scale != 1.0 else objective).backward()
+        parallel.gradients.before_backward(last=index == len(work.micros) - 1)
+        objective.backward()
     return sums
+
+
+def _pipelined(parallel: Parallel, pipeline: "Pipeline", work: Work) -> LocalSums:
+    """The same over the stages of a pipeline: forward and backward in the schedule's order.
+
+    Several named losses are each divided by what the global batch counts before any backward, so then the micro-batches
+    run forward once more; so does the first one when a loss function is new, for its names.
+    """
+    divisors: dict[str, float] = {}
+    if work.key not in parallel.layouts:
+        layout(parallel, counted(parallel, pipeline, work, work.key, 1))
+    if len(parallel.layouts[work.key].losses) > 1:
+        counts = counted(parallel, pipeline, work, work.key, len(work.micros))
+        divisors = _summed_counts(parallel, {name: float(n) for name, (_, n) in counts.losses.items()}, work.key)
+    sums = LocalSums(work.key)
+
+    def call(stage: "Stage", index: int, received: torch.Tensor | None) -> torch.Tensor:
+        outputs, batch = _through(parallel, work, stage, index, received)
+        if not stage.last:
+            return outputs
+        losses = named(work.loss(outputs, batch))
+        sums.add(losses, work.micros[index].weight)
+        return _objective(losses, work.micros[index].weight, divisors) * work.scale
+
+    def before_backward(stage: int, last: bool) -> None:
+        work.phase = "backward"
+        parallel.gradients.before_backward(stage=stage, last=last)
+
+    pipeline.train(len(work.micros), call, before_backward)
+    return sums
+
+
+def counted(parallel: Parallel, pipeline: "Pipeline", work: Work, key: str, count: int) -> LocalSums:
+    """Forward alone over the first `count` micro-batches: the sums of the losses, on the last stage's ranks.
+
+    Buffers (running statistics) are as before afterwards. Collective.
+    """
+    sums = LocalSums(key)
+    buffers = [(b, b.clone()) for b in work.module.buffers()] if work.module.training else []
+
+    def call(stage: "Stage", index: int, received: torch.Tensor | None) -> torch.Tensor | None:
+        outputs, batch = _through(parallel, work, stage, index, received)
+        if not stage.last:
+            return outputs
+        sums.add(named(work.loss(outputs, batch)), work.micros[index].weight)
+        return None
+
+    with torch.no_grad():
+        pipeline.forward_only(count, call)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    parallel.gradients.reshard()
+    return sums
+
+
+def _through(
+    parallel: Parallel, work: Work, stage: "Stage", index: int, received: torch.Tensor | None
+) -> tuple[torch.Tensor, Any]:
+    """One stage's forward of one micro-batch, and the batch."""
+    work.phase = "forward"
+    batch = to_device(work.micros[index].batch, parallel.device)
+    _seed(parallel, work, index, stage.index)
+    args, kwargs = work.inputs(batch)
+    outputs: torch.Tensor = stage(received, args, kwargs)
+    return outputs, batch
+
+
+def _seed(parallel: Parallel, work: Work, index: int, stage: int = 0) -> None:
+    """Dropout is a function of the position alone, so that a resumed run draws what an unbroken one would have.
+
+    Ranks of one tensor-parallel group share the stream, unless each has a part of the sequence.
+    """
+    own = parallel.mesh.index("tp") if parallel.draws_apart else 0
+    place = (parallel.data_coord, index, *((stage, own) if stage or own else ()))
+    torch.manual_seed(seed_of(parallel.plan.recipe.seed, "micro-batch", work.step, *place))
 
 
 def _forward(parallel: Parallel, work: Work, index: int) -> dict[str, Loss]:
     work.phase = "forward"
     batch = to_device(work.micros[index].batch, parallel.device)
-    # Dropout is a function of the position alone, so that a resumed run draws what an unbroken one would have.
-    torch.manual_seed(seed_of(parallel.plan.recipe.seed, "micro-batch", work.step, parallel.data_coord, index))
+    _seed(parallel, work, index)
     args, kwargs = work.inputs(batch)
-    losses = named(work.loss(work.module(*args, **kwargs), batch))
-    require_same_names(parallel, work.loss, work.module.training, losses)
-    return losses
+    return named(work.loss(work.module(*args, **kwargs), batch))
 
 
-def require_same_names(parallel: Parallel, loss: LossFunction, training: bool, losses: Mapping[str, Loss]) -> None:
-    """A loss function gives the same losses and metrics for every micro-batch, on every rank.
+def _objective(losses: Mapping[str, Loss], weight: float, divisors: Mapping[str, float]) -> torch.Tensor:
+    """What a micro-batch's backward starts from. Raises: LossError where nothing that is trained made it."""
+    total: torch.Tensor = sum(
+        loss.total * (loss.weight * weight / divisors.get(name, 1.0)) for name, loss in losses.items()
+    )  # type: ignore[assignment]
+    if not total.requires_grad:
+        raise LossError(
+            "The loss does not depend on any trainable parameter.",
+            fix="compute it from the model's outputs",
+        )
+    return total
+
+
+class Layout(NamedTuple):
+    """The names of a loss function's losses and metrics, in the order in which their sums cross the ranks."""
+
+    losses: list[str]
+    metrics: list[str]
+    weights: list[float]
+
+
+def layout(parallel: Parallel, sums: LocalSums) -> Layout:
+    """What the loss function gives, the same on every rank, on those that never call it too.
 
     Sums cross the ranks by position, so another set of names would be added up wrongly, or hang.
-    Collective the first time that a function is seen. Raises: LossError.
+    Collective the first time that a loss function is seen. Raises: LossError.
     """
-    code = getattr(loss, "__code__", None)
-    place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else type(loss).__qualname__
-    key = f"{place}, {'training' if training else 'evaluation'}"
-    here = [*losses, *(f"{name}.{metric}" for name in losses for metric in sorted(losses[name].metrics))]
-    if key not in parallel.loss_names:
-        everywhere = ranks.gather_json(here)
-        parallel.loss_names[key] = next((names for names in everywhere if names != here), here)
-    expected = parallel.loss_names[key]
-    if here != expected:
-        differing = ", ".join(sorted(set(here) ^ set(expected)))
-        raise LossError(
-            f"The loss function does not give the same names everywhere: {differing}.",
-            why="losses and metrics are summed over all micro-batches and ranks, so each must give all of them",
-            fix="return every loss and metric each time, with (0, 0) for a metric that has nothing to count",
-        )
+    here = Layout(list(sums.losses), list(sums.metrics), list(sums.weights.values()))
+    if sums.key not in parallel.layouts:
+        everywhere = [Layout(*one) for one in ranks.gather_json(here) if one[0]]
+        if not everywhere:
+            raise DataError("No rank had anything to compute a loss on.", fix="give at least one sample")
+        differs = next((one for one in everywhere if one != everywhere[0]), None)
+        if differs is not None:
+            raise _names_differ({*everywhere[0].losses, *everywhere[0].metrics}, {*differs.losses, *differs.metrics})
+        parallel.layouts[sums.key] = everywhere[0]
+    expected: Layout = parallel.layouts[sums.key]
+    if here.losses and here != expected:
+        raise _names_differ({*here.losses, *here.metrics}, {*expected.losses, *expected.metrics})
+    return expected
+
+
+def _names_differ(one: set[str], other: set[str]) -> LossError:
+    return LossError(
+        f"The loss function does not give the same names everywhere: {', '.join(sorted(one ^ other)) or 'weights'}.",
+        why="losses and metrics are summed over all micro-batches and ranks, so each must give all of them",
+        fix="return every loss and metric each time, with (0, 0) for a metric that has nothing to count",
+    )
 
 
 def _global_counts(parallel: Parallel, work: Work, first: LocalSums) -> dict[str, float]:
     """Each named loss's count over the global batch, needed before the first backward. Collective.
 
-    With accumulation the other micro-batches run forward once more for it, without a graph.
+    With accumulation the other micro-batches run forward once more for it, without a graph; what that does to buffers
+    (running statistics) is undone.
     """
     counts = {name: float(count) for name, (_, count) in first.losses.items()}
+    buffers = [(b, b.clone()) for b in work.module.buffers()] if len(work.micros) > 1 else []
     with torch.no_grad():
         for index in range(1, len(work.micros)):
             for name, loss in _forward(parallel, work, index).items():
                 counts[name] += float(loss.count) * work.micros[index].weight
-    total = ranks.all_reduce_sum(torch.tensor(list(counts.values()), dtype=torch.float64))
-    return {name: _positive(value, name) for name, value in zip(counts, total.tolist(), strict=True)}
+    for buffer, before in buffers:
+        # Past autograd: the first micro-batch's backward may still hold this buffer.
+        buffer.data.copy_(before)
+    return _summed_counts(parallel, counts, first.key)
+
+
+def _summed_counts(parallel: Parallel, counts: Mapping[str, float], key: str) -> dict[str, float]:
+    names = parallel.layouts[key].losses
+    here = [counts.get(name, 0.0) if parallel.speaks else 0.0 for name in names]
+    total = ranks.all_reduce_sum(torch.tensor(here, dtype=torch.float64))
+    return {name: _positive(value, name) for name, value in zip(names, total.tolist(), strict=True)}
 
 
 def _positive(count: float, name: str) -> float:
@@ -215,8 +347,11 @@ def _every_parameter_has_a_gradient(parallel: Parallel) -> None:
     missing = [name for name, p in parallel.named_parameters if p.grad is None]
     if not parallel.checked_gradients:
         parallel.checked_gradients = True
-        everywhere = set.intersection(*(set(names) for names in ranks.gather_json(missing)))
-        undeclared = sorted(everywhere - set(parallel.plan.recipe.model.unused_parameters))
+        got = [name for name, p in parallel.named_parameters if p.grad is not None]
+        everywhere = ranks.gather_json([missing, got])
+        # Under pipeline a rank holds some parameters only: one is unused where none of its holders got a gradient.
+        unused = {name for none, _ in everywhere for name in none} - {name for _, some in everywhere for name in some}
+        undeclared = sorted(unused - set(parallel.plan.recipe.model.unused_parameters))
         if undeclared:
             raise ModelError(
                 f"{undeclared[0]} has no gradient after a step"
@@ -241,35 +376,35 @@ def local_gradients(parallel: Parallel) -> list[torch.Tensor]:
     return [local(p.grad) for _, p in parallel.named_parameters if p.grad is not None]
 
 
-def squares(parallel: Parallel, gradients: list[torch.Tensor]) -> torch.Tensor:
+def squares(parallel: Parallel) -> torch.Tensor:
     """This rank's share of the squared gradient norm, fp64: shards add up; what is replicated has one owner."""
-    if not parallel.sharded and not ranks.is_main():
+    gradients = [local(p.grad) for p in parallel.owned if p.grad is not None]
+    if not gradients:
         return torch.zeros((), dtype=torch.float64, device=parallel.device)
-    stacked = torch.stack(norms(gradients)).to(torch.float64)
-    return stacked.square().sum()
+    return torch.stack(norms(gradients)).to(torch.float64).square().sum()
 
 
-def agree(sums: LocalSums, extra: list[Any], device: torch.device) -> tuple[StepLoss, list[float]]:
+def agree(parallel: Parallel, sums: LocalSums, extra: list[Any]) -> tuple[StepLoss, list[float]]:
     """The sums of all ranks as one StepLoss, and the summed extras: one all-reduce, one wait for the device.
 
     Collective. Raises: LossError where the global batch counts nothing.
     """
-    pairs = [*sums.losses.values(), *sums.metrics.values()]
-    flat = [value for pair in pairs for value in pair] + extra
-    vector = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).reshape(()) for v in flat])
-    values = ranks.all_reduce_sum(vector).tolist()
-    averages = iter(range(0, 2 * len(pairs), 2))
-    losses, count = {}, 0.0
-    for name in sums.losses:
-        at = next(averages)
-        count = _positive(values[at + 1], name)
-        losses[name] = values[at] / count
-    metrics = {}
-    for name in sums.metrics:
-        at = next(averages)
-        metrics[name] = values[at] / values[at + 1] if values[at + 1] else math.nan
-    loss = sum(sums.weights[name] * value for name, value in losses.items())
-    return StepLoss(loss, count, losses, metrics), values[2 * len(pairs) :]
+    names, weights = layout(parallel, sums)[:2], layout(parallel, sums).weights
+    flat: list[Any] = []
+    for group, found in zip(names, (sums.losses, sums.metrics), strict=True):
+        for name in group:
+            flat += found[name] if parallel.speaks else (0.0, 0.0)
+    wide = [torch.as_tensor(v, dtype=torch.float64, device=parallel.device).reshape(()) for v in [*flat, *extra]]
+    values = ranks.all_reduce_sum(torch.stack(wide)).tolist()
+    pairs = list(zip(values[: len(flat) : 2], values[1 : len(flat) : 2], strict=True))
+    losses = {name: total / _positive(count, name) for name, (total, count) in zip(names[0], pairs, strict=False)}
+    metrics = {
+        name: total / count if count else math.nan
+        for name, (total, count) in zip(names[1], pairs[len(names[0]) :], strict=True)
+    }
+    loss = sum(weight * value for weight, value in zip(weights, losses.values(), strict=True))
+    count = pairs[len(names[0]) - 1][1]
+    return StepLoss(loss, count, losses, metrics), values[len(flat) :]
 
 
 def divisor(outcome: StepLoss) -> float:
@@ -310,7 +445,7 @@ def forward_backward(
         step = step or parallel.calls
         pieces = [MicroBatch(micros, 1.0, 1)]
     sums = accumulate(parallel, Work(module, pieces, loss, call_inputs(module, inputs), step))
-    outcome, _ = agree(sums, [], parallel.device)
+    outcome, _ = agree(parallel, sums, [])
     scale_gradients(local_gradients(parallel), 1.0 / divisor(outcome))
     return outcome
 
@@ -319,6 +454,6 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
     """Scale gradients so that their norm over the mesh is at most `max_norm`; the norm before it. Collective."""
     parallel = parallel_of(module)
     gradients = local_gradients(parallel)
-    norm = math.sqrt(ranks.all_reduce_sum(squares(parallel, gradients).reshape(1)).item())
+    norm = math.sqrt(ranks.all_reduce_sum(squares(parallel).reshape(1)).item())
     scale_gradients(gradients, clip_factor(norm, max_norm))
     return norm

@@ -142,6 +142,7 @@ class Trainer:
         # What the loop's own body draws is the same on every rank and in every run of this seed.
         seed_generators(seed_of(recipe.seed, "loop"))
         module, initialize = setup.build_model(model, recipe)
+        setup.require_vocabulary(module, self.data)
         self.plan = setup.obeying(plan, recipe) if plan is not None else setup.make_plan(recipe, module)
         self.inputs = call_inputs(module, self.inputs)
         self.not_probed = ""
@@ -251,7 +252,7 @@ class Trainer:
             signals.received == signal.SIGINT,
             signals.received == signal.SIGTERM,
         ]
-        outcome, extra = agree(sums, [squares(self.parallel, gradients), *map(float, flags)], self.device)
+        outcome, extra = agree(self.parallel, sums, [squares(self.parallel), *map(float, flags)])
         self._agreed = tuple(count > 0 for count in extra[1:])
         if self._agreed[0] and self.position.drop(micros):
             return None

@@ -114,6 +114,7 @@ def serve(rank: int, call_fd: int, result_fd: int) -> None:
                         "gloo", store=dist.FileStore(call["store"], call["world"]), rank=rank,
                         world_size=call["world"], timeout=datetime.timedelta(seconds=60),
                     )  # fmt: skip
+                    dist.barrier()  # a rank that is done at once must not close while others still connect
                 module, _, name = call["function"].partition(":")
                 value = getattr(importlib.import_module(module), name)(**call["arguments"])
                 answer: dict[str, Any] = {"value": value}

@@ -431,3 +431,49 @@ class Fixed(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.full((6,), float(index))
         return x, x.sum(0, keepdim=True)
+
+
+def statistics_of_named_losses(folder: str) -> list[list[float]]:
+    """The running mean after one accumulated step, with one loss and with two, which needs the counts beforehand."""
+    from tests.distributed.work import plan
+
+    def two(outputs: torch.Tensor, batch: Any) -> dict[str, sw.Loss]:
+        return {"a": squared(outputs, batch), "b": sw.Loss(outputs.abs().sum(), len(outputs))}
+
+    means = []
+    for chosen in (squared, two):
+        torch.manual_seed(0)
+        made = plan(ranks.world(), zero=0, global_batch=4 * ranks.world(), accumulation=2, precision="fp32",
+                    model={"sync_batchnorm": True})  # fmt: skip
+        module = sw.parallelize(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)), made)
+        micros = next(iter(sw.batches(sw.Batches(Noisy(), workers=0), made)))
+        sw.forward_backward(module, micros, chosen)
+        means.append(module[1].running_mean.tolist())
+    return means
+
+
+def tied_to_a_module_in_fp32(names: list[str]) -> str:
+    from shardwise.errors import ModelError
+    from shardwise.models.decoder import Decoder
+    from tests.distributed.work import plan
+
+    made = plan(ranks.world(), zero=3, global_batch=4, precision="bf16", model={"fp32_modules": tuple(names)})
+    try:
+        sw.parallelize(Decoder(arch(tied_embeddings=True)), made)
+    except ModelError as error:
+        return str(error)
+    return "accepted"
+
+
+def generated(zero: int) -> dict[str, Any]:
+    """What `generate` leaves behind: the modes that the user set, and shards where there were shards."""
+    from shardwise.models.decoder import Decoder, generate
+    from tests.distributed.work import plan
+
+    module = sw.parallelize(Decoder(arch()), plan(ranks.world(), zero=zero, global_batch=4, precision="fp32"))
+    module.blocks[1].eval()
+    before = [inner.training for inner in module.modules()]
+    generate(module, torch.zeros(1, 1, dtype=torch.int64), 2, temperature=0)
+    held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in module.parameters())
+    return {"same modes": before == [inner.training for inner in module.modules()], "held": held,
+            "all": sum(p.numel() for p in module.parameters())}  # fmt: skip

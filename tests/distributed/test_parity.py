@@ -25,10 +25,9 @@ def reference(tied: bool, precision: str, optimizer: str) -> dict[str, Any]:
 def trained(
     pool: Pool, folder: Path, world: int, **arguments: Any
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    out = folder / "tensors.npz"
+    out = folder / "tensors"
     results = pool.run(world, "tests.distributed.work:train", out=str(out), world=world, steps=STEPS, **arguments)
-    with np.load(out) as saved:
-        return results, dict(saved)
+    return results, work.joined(str(out), world)
 
 
 def worst(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], prefix: str) -> float:

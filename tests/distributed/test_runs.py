@@ -208,3 +208,23 @@ def test_plain_batches_draw_other_dropout_at_every_step(pool: Pool) -> None:
 
 def test_stop_needs_no_reason(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, f"{RUNS}:stopped_without_a_reason", folder=str(tmp_path / "run")) == [[1, 2]] * 2
+
+
+def test_counting_named_losses_beforehand_leaves_running_statistics_alone(pool: Pool, tmp_path: Path) -> None:
+    for one, two in pool.run(2, f"{RUNS}:statistics_of_named_losses", folder=str(tmp_path)):
+        assert one == two
+
+
+@pytest.mark.parametrize("names", [["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_a_weight_shared_with_a_module_kept_in_fp32_is_refused_where_it_would_be_half(
+    pool: Pool, names: list[str]
+) -> None:
+    for said in pool.run(2, f"{RUNS}:tied_to_a_module_in_fp32", names=names):
+        assert "one weight" in said and "train.plan.zero = 0" in said
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_generate_leaves_modes_and_shards_as_they_were(pool: Pool, zero: int) -> None:
+    for left in pool.run(2, f"{RUNS}:generated", zero=zero):
+        assert left["same modes"]
+        assert left["held"] == left["all"] if zero == 0 else left["held"] <= left["all"] * 0.6

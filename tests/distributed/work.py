@@ -49,15 +49,18 @@ def arch(**changes: Any) -> Arch:
 
 
 def plan(
-    world: int, *, zero: int, global_batch: int, accumulation: int = 1, precision: str = "fp64", **more: Any
-) -> Plan:
-    mesh = MeshShape(dp_shard=world) if zero and world > 1 else MeshShape(dp_replicate=world)
+    world: int, *, zero: int, global_batch: int, accumulation: int = 1, precision: str = "fp64",
+    mesh: dict[str, int] | None = None, **more: Any,
+) -> Plan:  # fmt: skip
+    """The plan of a test: all ranks data parallel, or the degrees of `mesh`."""
+    axes = mesh or ({"dp_shard": world} if zero and world > 1 else {"dp_replicate": world})
+    shape = MeshShape(**axes)
     model = ModelSpec(given="test", **more.pop("model", {}))
     recipe = Recipe(model=model, data=DataSpec(given="test"), batch=BatchSpec(global_batch=global_batch),
                     train=TrainSpec(steps=1), seed=more.pop("seed", 0))  # fmt: skip
     decision = Decision(
-        mesh=mesh, zero=zero if world > 1 else 0, global_batch=global_batch,
-        micro_batch=max(1, -(-global_batch // (world * accumulation))), accumulation=accumulation,
+        mesh=shape, zero=zero if world > 1 else 0, global_batch=global_batch,
+        micro_batch=max(1, -(-global_batch // (shape.data_parallel * accumulation))), accumulation=accumulation,
         precision=precision, **more,
     )  # fmt: skip
     return Plan(recipe, parse_cluster(f"{world}xH100-SXM5-80GB"), decision, ("test",))
@@ -106,9 +109,21 @@ def train(
         if number == steps:
             break
     parameters = {f"param/{name}": whole(p) for name, p in module.named_parameters()}
-    if ranks.is_main():
-        np.savez(out, **gradients, **parameters)
+    # Under pipeline a rank has its own stages' tensors only: every rank writes, and the caller joins.
+    np.savez(f"{out}.{ranks.rank()}.npz", **gradients, **parameters)
     return {"losses": losses, "norms": norms}
+
+
+def joined(out: str, world: int) -> dict[str, np.ndarray]:
+    """All ranks' tensors by name. Raises: AssertionError where two ranks hold different bits of one name."""
+    found: dict[str, np.ndarray] = {}
+    for rank in range(world):
+        with np.load(f"{out}.{rank}.npz") as saved:
+            for name in saved.files:
+                value = saved[name]
+                assert name not in found or np.array_equal(found[name], value), f"rank {rank} has another {name}"
+                found[name] = value
+    return found
 
 
 def plant(fault: str, module: nn.Module) -> None:
@@ -184,7 +199,7 @@ def bucket_sums() -> dict[str, Any]:
     used = [[index for index in range(6) if rank == 0 or index % (rank + 1)] for rank in range(ranks.world())]
     mine = used[ranks.rank()]
     for micro in range(2):
-        buckets.last_micro_batch = micro == 1
+        buckets.before_backward(last=micro == 1)
         order = mine if ranks.rank() % 2 else list(reversed(mine))
         sum((module[i] * (ranks.rank() + 1) * (i + 1)).sum() for i in order).backward()
     buckets.finish()

@@ -183,3 +183,28 @@ def test_an_error_stands_below_the_steps_that_it_ended(tmp_path: Path, capfd: py
     Screen(Output(tmp_path / "logs"), Tail(tmp_path / "events.jsonl"), quiet_stdout=True).tick()
     said = capfd.readouterr().err
     assert 0 <= said.index("held-out loss") < said.index("the disk is full")
+
+
+def test_what_earlier_attempts_told_stands_where_this_one_has_nothing_to_train(tmp_path: Path) -> None:
+    from shardwise.cli.train import _told_before
+    from shardwise.events.values import Evaluated, Saved, Step
+    from shardwise.events.writer import EventWriter
+    from shardwise.launch.run_folder import RunState, events_path
+    from shardwise.report import summary
+
+    def step(number: int) -> Step:
+        return Step(
+            step=number, steps=9, loss=10.0 - number, grad_norm=1.0, lr=1.0, samples=1, tokens=1, step_seconds=1
+        )
+
+    for attempt, numbers in ((1, range(1, 5)), (2, range(5, 10))):
+        writer = EventWriter(events_path(tmp_path, attempt))
+        writer.emit(Evaluated(step=numbers[0] - 1, loss=20.0 - numbers[0], count=1))
+        for number in numbers:
+            writer.emit(step(number))
+        writer.emit(Saved(step=numbers[-1], path=f"at-{numbers[-1]}", bytes=1, seconds=1, why="policy"))
+        writer.close()
+    told = _told_before(RunState(folder=tmp_path, attempt=3, resume=True, finished=False))
+    line = json.loads(summary.last_line(told, "run", 0))
+    assert (line["first_loss"], line["last_loss"], line["valid_loss"]) == (9.0, 1.0, 15.0)
+    assert (line["step"], line["checkpoint"]) == (9, "at-9")

@@ -90,6 +90,9 @@ def test_a_mixture_of_texts_gives_whole_sequences_of_each(tmp_path: Path, monkey
     again = next(train.loader(seed=0, global_batch=8, micro_batches=1)).batches[0].batch
     assert torch.equal(again["tokens"], batches[0]["tokens"])
     assert valid is not None and len(valid) == 4
+    held_out = valid.loader(seed=0, global_batch=3, micro_batches=1, epochs=1, shuffle=False, last="short")
+    rows = torch.cat([micros.batches[0].batch["tokens"] for micros in held_out])
+    assert sorted(rows[:, 0].tolist()) == [ord("a")] * 2 + [ord("b")] * 2, "an evaluation sees each sample once"
 
 
 def test_what_cannot_be_mixed_is_an_error() -> None:

@@ -14,7 +14,17 @@ from shardwise.inputs.arch import preset
 from shardwise.inputs.hardware import MachineFacts, local_cluster
 from shardwise.inputs.recipe import Recipe, from_keys, with_overrides
 from shardwise.launch import run_folder
-from shardwise.launch.run_folder import RunRecord, fork, held, locked, move_aside, open_run, require_free
+from shardwise.launch.run_folder import (
+    COMMAND,
+    RunRecord,
+    fork,
+    held,
+    locked,
+    move_aside,
+    open_run,
+    planned_fork,
+    require_free,
+)
 from shardwise.plan.plan import Plan
 from shardwise.plan.rule_of_thumb import plan
 
@@ -150,7 +160,10 @@ def test_a_fork_takes_the_newest_committed_checkpoint_and_goes_on_when_asked_aga
         newest = committed(folder, 10)
         (folder / "checkpoints" / "step-00000015").mkdir()  # never committed
     asked = recipe(folder, "seed=7")
+    looked, beginning = planned_fork(folder, "other", asked)
+    assert beginning == newest and not (folder.parent / "other").exists(), "a dry run makes nothing"
     forked = fork(folder, "other", asked)
+    assert forked == looked
     assert forked.run == str(folder.parent / "other")
     copies = list((folder.parent / "other" / "checkpoints").iterdir())
     assert [copy.name for copy in copies] == [newest.name]
@@ -231,3 +244,14 @@ def test_changes_are_values_that_come_back_from_json(folder: Path) -> None:
         pass
     for change in open_run(folder, recipe(folder, "train.steps=11")).changes:
         assert msgspec.json.decode(msgspec.json.encode(change), type=type(change)) == change
+
+
+def test_a_command_holds_the_run_from_before_its_ranks_start(tmp_path: Path) -> None:
+    with locked(tmp_path / "run", COMMAND):
+        with pytest.raises(RunFolderError, match="in use"), locked(tmp_path / "run", COMMAND):
+            pass
+        with pytest.raises(RunFolderError, match="in use"):
+            require_free(tmp_path / "run")
+        with locked(tmp_path / "run"):
+            pass
+    require_free(tmp_path / "run")
