@@ -15,6 +15,8 @@ from shardwise.errors import RecipeError
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
+Role = Literal["column", "row", "embedding", "head", "replicated"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv"]
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=False):
@@ -29,7 +31,11 @@ class PresetByDevice(Value, frozen=True):
 
 
 class ModelSpec(Value, frozen=True):
-    """Exactly one of preset, config, hf, factory; `given` is set by a Trainer that was handed a module."""
+    """Exactly one of preset, config, hf, factory; `given` is set by a Trainer that was handed a module.
+
+    `roles` says how tensor parallel splits a module, by a pattern of its path ("blocks.*.mixer.up" = "column"); what
+    no pattern names is guessed. `sequence_parallel`: whether what lies between the split regions is split by position.
+    """
 
     preset: str | PresetByDevice | None = None
     config: str | None = None
@@ -41,6 +47,8 @@ class ModelSpec(Value, frozen=True):
     sync_batchnorm: bool = False
     mixes_samples: Literal["refuse", "accept"] = "refuse"
     unused_parameters: tuple[str, ...] = ()
+    roles: dict[str, Role] = {}
+    sequence_parallel: Literal["auto"] | bool = "auto"
 
 
 class Source(Value, frozen=True):
@@ -92,7 +100,10 @@ class OptimizerSpec(Value, frozen=True):
 
 
 class PlanRequest(Value, frozen=True):
-    """Degrees that the user fixes; what is absent is planned."""
+    """Degrees and options that the user fixes; what is absent is planned.
+
+    `schedule` and `stages_per_rank` are the pipeline's: they say nothing where pp is 1 and are refused there.
+    """
 
     pp: Positive = 1
     dp_replicate: Positive | Literal["auto"] = "auto"
@@ -101,6 +112,8 @@ class PlanRequest(Value, frozen=True):
     tp: Positive = 1
     ep: Positive = 1
     zero: Literal["auto", 0, 1, 2, 3] = "auto"
+    schedule: Literal["auto"] | PipelineSchedule = "auto"
+    stages_per_rank: Literal["auto"] | Positive = "auto"
     recompute: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "cpu", "nvme"] = "none"
     compile: Literal["auto", "off", "blocks"] = "auto"
@@ -109,7 +122,7 @@ class PlanRequest(Value, frozen=True):
 
 
 class TrainSpec(Value, frozen=True):
-    """Exactly one of steps, epochs, tokens says when it is finished."""
+    """Exactly one of steps, epochs, tokens says when it is finished. `guard_every_steps`: 0 is never."""
 
     steps: Positive | None = None
     epochs: Positive | None = None
@@ -118,6 +131,7 @@ class TrainSpec(Value, frozen=True):
     plan: Literal["auto"] | PlanRequest = "auto"
     devices: Literal["auto"] | Positive = "auto"
     evaluate_every_steps: NonNegative = 0
+    guard_every_steps: NonNegative = 100
 
 
 class CheckpointPolicy(Value, frozen=True):
@@ -345,6 +359,9 @@ ALLOWED_CHANGES = (
     "batch.micro_batch",
     "train.plan",
     "train.devices",
+    "train.guard_every_steps",
+    "model.roles",
+    "model.sequence_parallel",
 )
 
 

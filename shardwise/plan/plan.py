@@ -6,14 +6,18 @@ import msgspec
 
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster
-from shardwise.inputs.recipe import Recipe
+from shardwise.inputs.recipe import PipelineSchedule, Recipe
 from shardwise.plan.mesh import MeshShape
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the engine obeys. `micro_batch` is in samples of one forward on one rank."""
+    """What the engine obeys. `micro_batch` is in samples of one forward on one rank.
+
+    `accumulation` is the number of micro-batches of a step, under a pipeline too. A rank holds `stages_per_rank` of the
+    pipeline's stages.
+    """
 
     mesh: MeshShape
     zero: Literal[0, 1, 2, 3]
@@ -21,7 +25,8 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_batch: Positive
     accumulation: Positive
     precision: Literal["fp32", "bf16", "fp16", "fp64"]
-    schedule: Literal["none", "gpipe", "1f1b", "interleaved-1f1b"] = "none"
+    schedule: Literal["none"] | PipelineSchedule = "none"
+    stages_per_rank: Positive = 1
     recompute: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "cpu", "nvme"] = "none"
     compile: Literal["off", "blocks"] = "off"

@@ -14,7 +14,7 @@ import msgspec
 from shardwise.errors import RecipeError
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster
-from shardwise.inputs.recipe import OptimizerSpec, PlanRequest, Recipe
+from shardwise.inputs.recipe import OptimizerSpec, PipelineSchedule, PlanRequest, Recipe
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Decision, Plan
 from shardwise.units import format_bytes, format_count
@@ -94,6 +94,7 @@ def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: i
     even = math.ceil(batch / (mesh.data_parallel * accumulation))
     wanted = request or PlanRequest()
     compiled = wanted.compile if wanted.compile != "auto" else ("blocks" if cluster.kind == "gpu" else "off")
+    schedule, stages_per_rank = _schedule(wanted, mesh.pp)
     decision = Decision(
         mesh=mesh,
         zero=zero,
@@ -101,7 +102,8 @@ def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: i
         micro_batch=even,
         accumulation=accumulation,
         precision=precision,
-        schedule="1f1b" if mesh.pp > 1 else "none",
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
         recompute=wanted.recompute,
         offload=wanted.offload,
         compile=compiled,
@@ -338,6 +340,18 @@ def _micro_batch(
         f"micro-batch of at most {micro}: about {format_bytes(one)} of activations a sample, "
         f"{format_bytes(room)} for them"
     )
+
+
+def _schedule(wanted: PlanRequest, pp: int) -> tuple[Literal["none"] | PipelineSchedule, int]:
+    """The pipeline's schedule and its stages a rank: 1F1B with one, unless asked otherwise."""
+    schedule = wanted.schedule
+    if schedule == "auto":
+        schedule = "1f1b" if wanted.stages_per_rank in ("auto", 1) else "interleaved-1f1b"
+        if pp == 1:
+            return "none", 1 if wanted.stages_per_rank == "auto" else wanted.stages_per_rank
+    if wanted.stages_per_rank != "auto":
+        return schedule, wanted.stages_per_rank
+    return schedule, 1 if schedule in ("gpipe", "1f1b") else 2
 
 
 def _why_compile(wanted: PlanRequest, cluster: Cluster) -> str:

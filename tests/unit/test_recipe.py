@@ -8,6 +8,7 @@ import pytest
 from shardwise.errors import RecipeError
 from shardwise.inputs.recipe import (
     ALLOWED_CHANGES,
+    PlanRequest,
     PresetByDevice,
     Recipe,
     changed,
@@ -58,6 +59,32 @@ def test_a_recipe_comes_back_from_json(minimal: Path) -> None:
         assert msgspec.json.decode(msgspec.json.encode(recipe), type=Recipe) == recipe
 
 
+def test_how_a_model_is_split_comes_back_from_json(minimal: Path) -> None:
+    recipe = load(
+        minimal,
+        [
+            'model.roles={"blocks.*.mixer.up"="column", "blocks.*.mixer.down"="row"}',
+            "model.sequence_parallel=false",
+            "train.plan.pp=2",
+            "train.plan.schedule=interleaved-zb",
+            "train.plan.stages_per_rank=3",
+            "train.guard_every_steps=0",
+        ],
+    )
+    assert recipe.model.roles == {"blocks.*.mixer.up": "column", "blocks.*.mixer.down": "row"}
+    assert recipe.model.sequence_parallel is False
+    assert isinstance(recipe.train.plan, PlanRequest)
+    assert (recipe.train.plan.schedule, recipe.train.plan.stages_per_rank) == ("interleaved-zb", 3)
+    assert recipe.train.guard_every_steps == 0
+    assert msgspec.json.decode(msgspec.json.encode(recipe), type=Recipe) == recipe
+
+
+def test_how_a_model_is_split_is_planned_unless_said(minimal: Path) -> None:
+    recipe = load(minimal)
+    assert (recipe.model.roles, recipe.model.sequence_parallel, recipe.train.guard_every_steps) == ({}, "auto", 100)
+    assert (PlanRequest().schedule, PlanRequest().stages_per_rank) == ("auto", "auto")
+
+
 def test_the_run_defaults_to_the_name_of_the_file(minimal: Path) -> None:
     assert load(minimal).run == "runs/mine"
 
@@ -70,6 +97,10 @@ def test_the_run_defaults_to_the_name_of_the_file(minimal: Path) -> None:
         ("train.clip_norm=1.0", "train.clip_norm", "optimizer.clip_norm"),
         ("optimizer.schedule.warmup=3", "optimizer.schedule.warmup", "optimizer.schedule.warmup_steps"),
         ("train.plan.zer=3", "train.plan.zer", "train.plan.zero"),
+        ("train.plan.stage_per_rank=2", "train.plan.stage_per_rank", "train.plan.stages_per_rank"),
+        ("train.plan.shedule=gpipe", "train.plan.shedule", "train.plan.schedule"),
+        ("model.role={}", "model.role", "model.roles"),
+        ("train.guard_every=5", "train.guard_every", "train.guard_every_steps"),
         ("data.mixture=[{text=['a'], wight=2}]", "data.mixture[0].wight", "data.mixture.weight"),
     ],
 )
@@ -92,6 +123,11 @@ def test_an_unknown_key_shows_its_full_path_the_file_and_the_nearest_key(
         ("data.valid_fraction=1.0", "data.valid_fraction"),
         ("seed=none", "seed"),
         ("train.plan.zero=4", "train.plan.zero"),
+        ("train.plan.schedule=none", "train.plan.schedule"),
+        ("train.plan.stages_per_rank=0", "train.plan.stages_per_rank"),
+        ("train.guard_every_steps=-1", "train.guard_every_steps"),
+        ("model.sequence_parallel=1", "model.sequence_parallel"),
+        ('model.roles={"blocks.*.up"="colum"}', "model.roles"),
         ("schema_version=2", "schema_version"),
     ],
 )
@@ -170,6 +206,8 @@ def test_nothing_differs_between_a_recipe_and_itself(minimal: Path) -> None:
         ("checkpoint.keep=1", True),
         ("data.workers=2", True),
         ("log=['wandb']", True),
+        ("train.guard_every_steps=0", True),
+        ("model.sequence_parallel=true", True),
         ("seed=1", False),
         ("model.preset=decoder-8m", False),
         ("data.text=['b.txt']", False),
