@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree
@@ -74,3 +76,40 @@ def forget_workers(batches: Any) -> None:
 def shutdown_workers(batches: Any) -> None:
     """What dropping a DataLoader iterator's last reference calls; a traceback may hold one for long."""
     batches._shutdown_workers()
+
+
+def without_data() -> Any:
+    """A new mode whose tensors have a shape, a dtype and a device and no data; it takes real ones for such."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def active_without_data() -> Any:
+    """The mode of that kind that everything runs under (a dry run), if there is one."""
+    return detect_fake_mode()
+
+
+def lacks_data(tensor: Any, mode: Any) -> bool:
+    """Whether a tensor was made under this mode, or from one that was."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
+
+
+def backward_to_input(
+    output: torch.Tensor, gradient: torch.Tensor | None, received: torch.Tensor, weights: list[nn.Parameter]
+) -> list[Any]:
+    """The gradient of `received`, into its `.grad`; what `backward_to_weights` needs to do the rest.
+
+    `gradient` None: `output` is a scalar. No hook on a parameter runs in either half.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input  # a second of imports
+
+    if output._is_view():
+        output = unsafe_view(output, tuple(output.shape))  # torch detaches it in place, which a view does not allow
+    gradients = None if gradient is None else [gradient]
+    return stage_backward_input([output], gradients, [received], iter(weights))[1]
+
+
+def backward_to_weights(weights: list[nn.Parameter], rest: list[Any]) -> None:
+    """Add to each weight's `.grad`."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(weights), rest)

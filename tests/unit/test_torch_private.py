@@ -77,3 +77,42 @@ def test_workers_are_forgotten_and_ended() -> None:
     torch_private.forget_workers(batches)
     torch_private.shutdown_workers(batches)
     assert not any(worker.is_alive() for worker in batches._workers)  # type: ignore[attr-defined]
+
+
+def test_tensors_without_data_have_shapes_and_infect_what_they_meet() -> None:
+    mode = torch_private.without_data()
+    with mode:
+        empty = torch.empty(2, 3)
+    mixed = empty + torch.ones(3)
+    assert mixed.shape == (2, 3)
+    assert torch_private.lacks_data(mixed, mode)
+    assert not torch_private.lacks_data(mixed, torch_private.without_data())
+    assert torch_private.active_without_data() is None
+    with mode:
+        assert torch_private.active_without_data() is mode
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_a_backward_in_two_halves_gives_the_gradients_of_one(scalar: bool) -> None:
+    """Twice, so that what adds up is seen; the output is a view, and a weight is used twice."""
+    first, second = nn.Linear(3, 3).double(), nn.Linear(3, 4).double()
+    weights = [*first.parameters(), *second.parameters()]
+    received = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    towards = None if scalar else torch.randn(4, 2, dtype=torch.float64)
+
+    def forward() -> torch.Tensor:
+        output = second(first(first(received).tanh())).square().t()
+        return output.sum() if scalar else output
+
+    for _ in range(2):
+        torch.autograd.backward(forward(), towards)
+    expected = [received.grad / 2, *(w.grad.clone() for w in weights)]  # type: ignore[union-attr, operator]
+    received.grad = None
+    for weight in weights:
+        weight.grad = None
+    for _ in range(2):
+        received.grad = None
+        rest = torch_private.backward_to_input(forward(), towards, received, weights)
+        torch_private.backward_to_weights(weights, rest)
+    for found, wanted in zip([received.grad, *(w.grad for w in weights)], expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
