@@ -1,10 +1,12 @@
 """What the pool's ranks run to prove the pipeline: its stages against the whole module, in this same process."""
 
-import copy
 import gc
 import hashlib
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -211,8 +213,8 @@ def parity(
     evaluated = list(run.losses)
     run.losses.clear()
     run.announced.clear()
-    plant(fault, run)
-    run.step(micros, signature=signature, untie=fault == "untie")
+    with planted(fault, run):
+        run.step(micros, signature=signature, untie=fault == "untie")
     gc.collect()
     return {
         "names": names,
@@ -226,29 +228,26 @@ def parity(
     }
 
 
-def plant(fault: str, run: Run) -> None:
-    """Faults that a comparison must see."""
-    original = run.pipeline.wire.send
-    if fault == "swap" and ranks.rank() == 0:
-        # The first two messages of this rank change places (both have the same shape).
-        kept: list[Any] = []
+@contextmanager
+def planted(fault: str, run: Run) -> Iterator[None]:
+    """A fault that a comparison must see, on one rank, for the time of a step."""
+    rank, original = ranks.rank(), schedules.taken_by
+    if fault == "swap" and rank == 1:
+        # Two micro-batches of one shape change places on their way.
+        def swapped(action: schedules.Action, stages: int) -> schedules.Message | None:
+            other = {0: 3, 3: 0}.get(action.micro, action.micro) if action.kind == "F" else action.micro
+            return original(action._replace(micro=other), stages)
 
-        def swapped(tensor: torch.Tensor, receiver: int) -> Any:
-            kept.append(tensor)
-            if len(kept) == 1:
-                return original(tensor * 1.001, receiver)
-            return original(tensor, receiver)
-
-        run.pipeline.wire.send = swapped  # type: ignore[method-assign]
-    if fault == "drop" and ranks.rank() == ranks.world() - 1:
+        with mock.patch.object(schedules, "taken_by", swapped):
+            yield
+    elif fault == "drop" and rank == ranks.world() - 1:
         before = run.call
 
         def dropped(stage: staging.Stage, micro: int, received: torch.Tensor | None) -> torch.Tensor | None:
             outputs = before(stage, micro, received)
-            return outputs * 0.0 if micro == 1 and outputs is not None and stage.last else outputs
+            return outputs * 0.0 if micro == 1 and outputs is not None else outputs
 
-        run.call = dropped  # type: ignore[method-assign]
-
-
-def whole_copy(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module)
+        with mock.patch.object(run, "call", dropped):
+            yield
+    else:
+        yield

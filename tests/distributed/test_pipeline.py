@@ -45,3 +45,45 @@ def test_every_schedule_gives_one_process_s_gradients(
         lasts = [stage for stage, last in result["announced"] if last]
         assert len(result["announced"]) == micros * stages
         assert len(lasts) == len(set(lasts)) >= 1
+
+
+@pytest.mark.parametrize("kind", ["mlp", "positions", "split"])
+@pytest.mark.parametrize(
+    ("schedule", "world", "stages", "micros", "blocks"),
+    [("1f1b", 3, 1, 4, 5), ("interleaved-1f1b", 2, 2, 4, 5), ("zbv", 2, 2, 4, 5)],
+)
+def test_every_kind_of_module_is_staged(
+    pool: Pool, kind: str, schedule: str, world: int, stages: int, micros: int, blocks: int
+) -> None:
+    """Keyword arguments from the batch, two embeddings, blocks that give a tuple, sw.Split; tied where it can be."""
+    found = run(pool, world, kind=kind, schedule=schedule, stages_per_rank=stages, micros=micros, blocks=blocks,
+                tied=kind != "split")  # fmt: skip
+    assert worst(found) < 1e-10
+    assert all(result["same_bits"] and result["alive"] == 0 for result in found)
+    values = [result["evaluated"] for result in found if result["evaluated"] is not None]
+    assert values == [pytest.approx(1.0, rel=1e-12)]
+
+
+@pytest.mark.parametrize("signature", [True, False])
+def test_stages_of_given_sizes_and_shapes_with_every_tensor(pool: Pool, signature: bool) -> None:
+    found = run(pool, 3, kind="decoder", schedule="1f1b", blocks=5, sizes=[1, 1, 3], signature=signature, tied=True)
+    assert worst(found) < 1e-10
+    held = [sorted({name.split(".")[1] for name in r["names"] if name.startswith("blocks.")}) for r in found]
+    assert held == [["0"], ["1"], ["2", "3", "4"]]
+
+
+def test_the_first_owner_of_a_tie_counts(pool: Pool) -> None:
+    found = run(pool, 3, kind="decoder", schedule="1f1b", tied=True)
+    assert [r["alias"] for r in found] == [{}, {}, {"lm_head.weight": "embed_tokens.weight"}]
+
+
+def test_under_zbv_both_ends_of_a_tie_are_one_parameter(pool: Pool) -> None:
+    first, second = run(pool, 2, kind="decoder", schedule="zbv", stages_per_rank=2, tied=True)
+    assert {"embed_tokens.weight", "lm_head.weight"} <= set(first["names"])
+    assert first["alias"] == second["alias"] == {}
+
+
+@pytest.mark.parametrize("fault", ["swap", "drop", "untie"])
+def test_a_planted_fault_is_seen(pool: Pool, fault: str) -> None:
+    found = run(pool, 2, kind="decoder", schedule="gpipe", micros=4, tied=True, fault=fault)
+    assert worst(found) > 1e-6
