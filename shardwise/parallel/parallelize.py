@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,10 +13,15 @@ from shardwise import ranks
 from shardwise.errors import BadInput, ModelError
 from shardwise.inputs.recipe import ModelSpec
 from shardwise.models import inspect
+from shardwise.names import canonical
 from shardwise.parallel import data_parallel, device_mesh, precision
 from shardwise.parallel.device_mesh import Mesh
-from shardwise.plan import check
-from shardwise.plan.plan import Plan
+from shardwise.parallel.outline import ties_across
+from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.staging import Stage, split
+from shardwise.parallel.ties import Ties
+from shardwise.plan import check, schedules
+from shardwise.plan.plan import Decision, Plan
 from shardwise.torch_private import buffer_slots, parameter_slots
 
 
@@ -27,17 +32,20 @@ class Parallel:
     owned: the parameters whose squares this rank adds to the gradient norm; every number has one owner.
     """
 
-    def __init__(self, plan: Plan, module: nn.Module, mesh: Mesh, gradients: data_parallel.GradientSum) -> None:
+    def __init__(
+        self, plan: Plan, module: nn.Module, mesh: Mesh, gradients: data_parallel.GradientSum, pipe: "Pipe"
+    ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.gradients = gradients
-        self.pipeline: Any = None
+        self.pipeline, self.ties = pipe.pipeline, pipe.ties
         self.draws_apart = False
         self.device = ranks.device()
         self.data_coord = plan.decision.mesh.data_coord(ranks.rank())
-        self.speaks = mesh.index("tp") == 0 and mesh.index("cp") == 0
+        self.speaks = mesh.index("tp") == 0 and mesh.index("cp") == 0 and (pipe.pipeline is None or pipe.pipeline.last)
+        self.aliases: dict[str, str] = pipe.ties.alias if pipe.ties is not None else {}
         self.named_parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.owned = [p for _, p in self.named_parameters if owns(mesh, p)]
+        self.owned = [p for name, p in self.named_parameters if name not in self.aliases and owns(mesh, p)]
         self.checked_gradients = False
         self.layouts: dict[str, Any] = {}
         self.calls = 0
@@ -45,6 +53,29 @@ class Parallel:
     def finish_gradients(self) -> None:
         """After the last backward of a step: every gradient is the sum over all ranks. Collective."""
         self.gradients.finish()
+        if self.ties is not None:
+            self.ties.finish()
+
+
+class Pipe(NamedTuple):
+    """This rank's part of a pipeline: its stages, their runtime, and the weights that are tied across stages."""
+
+    stages: tuple[Stage, ...] = ()
+    pipeline: Pipeline | None = None
+    ties: Ties | None = None
+
+
+def cut(module: nn.Module, units: list[nn.Module], decision: Decision, mesh: Mesh) -> Pipe:
+    """Give this rank its stages of the module; nothing where there is no pipeline. Collective over the pipeline."""
+    pp = mesh.degree("pp")
+    if pp == 1:
+        return Pipe()
+    count = pp * decision.stages_per_rank
+    mine = schedules.stages_of_rank(decision.schedule, mesh.index("pp"), pp, decision.stages_per_rank)
+    tied = ties_across(module, units, count)
+    stages = split(module, units, count, mine)
+    pipeline = Pipeline(stages, mesh, decision.schedule, decision.stages_per_rank)
+    return Pipe(stages, pipeline, Ties(tied, module, mesh, decision.schedule) if tied else None)
 
 
 def owns(mesh: Mesh, parameter: torch.Tensor) -> bool:
@@ -88,13 +119,18 @@ def parallelize(
     precision.to_master(module, decision.precision)
     fp32_modules = precision.select_fp32_modules(module, recipe.model.fp32_modules)
     units = inspect.find_blocks(module, blocks).blocks
-    # 3. Compile each block before anything wraps it: blocks of one shape share one compilation.
+    # 3. A pipeline's stages: what other ranks hold is dropped here, and every name stays.
+    pipe = cut(module, units, decision, mesh)
+    held = set(module.modules())
+    units, fp32_modules = [u for u in units if u in held], [m for m in fp32_modules if m in held]
+    ties = kept_ties(ties, module)
+    # 4. Compile each block before anything wraps it: blocks of one shape share one compilation.
     if decision.compile == "blocks":
         for block in units:
             block.compile()
     # What lies in a module kept in fp32 is fp32 with it, blocks too.
     units = [unit for unit in precision.outside(units, fp32_modules) if unit not in fp32_modules]
-    # 4. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.
+    # 5. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.
     gradients: data_parallel.GradientSum = data_parallel.SingleProcess()
     if decision.zero == 3 and mesh.device_mesh is not None:
         gradients = data_parallel.full_shard(
@@ -105,16 +141,25 @@ def parallelize(
         place(module, device, partial(empty_on, module), initialize)
         if precision.is_mixed(decision.precision):
             precision.apply_compute_copies(module, units, fp32_modules, decision.precision)
-        if mesh.device_mesh is not None:
+        if mesh.degree("dp_replicate") > 1:
             gradients = data_parallel.replicated(module, decision.bucket_cap_mb)
+    if pipe.ties is not None:
+        pipe.ties.start()
     if precision.is_mixed(decision.precision):
         precision.cast_outputs(module)
-    # 5. What was tied is still tied.
+    # 6. What was tied is still tied.
     if inspect.ties(module) != ties:
         raise ModelError("Tied weights came untied.", why=f"before: {ties}; after: {inspect.ties(module)}")
 
-    _parallel[module] = Parallel(plan, module, mesh, gradients)
+    _parallel[module] = Parallel(plan, module, mesh, gradients, pipe)
     return module
+
+
+def kept_ties(ties: list[tuple[str, ...]], module: nn.Module) -> list[tuple[str, ...]]:
+    """The ties between names that this rank still holds."""
+    here = {canonical(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    kept = [tuple(name for name in group if name in here) for group in ties]
+    return [group for group in kept if len(group) > 1]
 
 
 def place(

@@ -7,8 +7,8 @@ rides in the same multiplication, and the gradient norm, the stop flag and the c
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,12 +19,10 @@ from shardwise.data.micros import MicroBatch, Micros
 from shardwise.data.order import seed_of
 from shardwise.errors import DataError, LossError, ModelError
 from shardwise.parallel.parallelize import Parallel, parallel_of
+from shardwise.parallel.pipeline import Pipeline, signature_of
+from shardwise.parallel.staging import Stage
 from shardwise.torch_private import norms, scale_, tree_map
 from shardwise.train.loss import Loss, LossFunction, named
-
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline import Pipeline
-    from shardwise.parallel.staging import Stage
 
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -133,6 +131,10 @@ class Work:
     def key(self) -> str:
         return loss_key(self.loss, training=True)
 
+    def signature(self, index: int) -> Hashable:
+        """Equal for micro-batches whose tensors have equal shapes."""
+        return signature_of(self.micros[index].batch)
+
 
 def loss_key(loss: LossFunction, *, training: bool) -> str:
     """A loss function's name among those that this module is trained and evaluated with; the same on every rank."""
@@ -174,7 +176,7 @@ def _accumulate(parallel: Parallel, work: Work) -> LocalSums:
     return sums
 
 
-def _pipelined(parallel: Parallel, pipeline: "Pipeline", work: Work) -> LocalSums:
+def _pipelined(parallel: Parallel, pipeline: Pipeline, work: Work) -> LocalSums:
     """The same over the stages of a pipeline: forward and backward in the schedule's order.
 
     Several named losses are each divided by what the global batch counts before any backward, so then the micro-batches
@@ -188,7 +190,7 @@ def _pipelined(parallel: Parallel, pipeline: "Pipeline", work: Work) -> LocalSum
         divisors = _summed_counts(parallel, {name: float(n) for name, (_, n) in counts.losses.items()}, work.key)
     sums = LocalSums(work.key)
 
-    def call(stage: "Stage", index: int, received: torch.Tensor | None) -> torch.Tensor:
+    def call(stage: Stage, index: int, received: torch.Tensor | None) -> torch.Tensor:
         outputs, batch = _through(parallel, work, stage, index, received)
         if not stage.last:
             return outputs
@@ -200,11 +202,11 @@ def _pipelined(parallel: Parallel, pipeline: "Pipeline", work: Work) -> LocalSum
         work.phase = "backward"
         parallel.gradients.before_backward(stage=stage, last=last)
 
-    pipeline.train(len(work.micros), call, before_backward)
+    pipeline.train(len(work.micros), call, before_backward, work.signature)
     return sums
 
 
-def counted(parallel: Parallel, pipeline: "Pipeline", work: Work, key: str, count: int) -> LocalSums:
+def counted(parallel: Parallel, pipeline: Pipeline, work: Work, key: str, count: int) -> LocalSums:
     """Forward alone over the first `count` micro-batches: the sums of the losses, on the last stage's ranks.
 
     Buffers (running statistics) are as before afterwards. Collective.
@@ -212,7 +214,7 @@ def counted(parallel: Parallel, pipeline: "Pipeline", work: Work, key: str, coun
     sums = LocalSums(key)
     buffers = [(b, b.clone()) for b in work.module.buffers()] if work.module.training else []
 
-    def call(stage: "Stage", index: int, received: torch.Tensor | None) -> torch.Tensor | None:
+    def call(stage: Stage, index: int, received: torch.Tensor | None) -> torch.Tensor | None:
         outputs, batch = _through(parallel, work, stage, index, received)
         if not stage.last:
             return outputs
@@ -220,7 +222,7 @@ def counted(parallel: Parallel, pipeline: "Pipeline", work: Work, key: str, coun
         return None
 
     with torch.no_grad():
-        pipeline.forward_only(count, call)
+        pipeline.forward_only(count, call, work.signature)
         for buffer, before in buffers:
             buffer.copy_(before)
     parallel.gradients.reshard()
@@ -228,7 +230,7 @@ def counted(parallel: Parallel, pipeline: "Pipeline", work: Work, key: str, coun
 
 
 def _through(
-    parallel: Parallel, work: Work, stage: "Stage", index: int, received: torch.Tensor | None
+    parallel: Parallel, work: Work, stage: Stage, index: int, received: torch.Tensor | None
 ) -> tuple[torch.Tensor, Any]:
     """One stage's forward of one micro-batch, and the batch."""
     work.phase = "forward"
