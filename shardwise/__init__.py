@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.optimizer.schedules import linear as linear
     from shardwise.optimizer.schedules import wsd as wsd
     from shardwise.parallel.parallelize import parallelize as parallelize
+    from shardwise.parallel.staging import Split as Split
     from shardwise.plan.plan import Plan as Plan
     from shardwise.ranks import is_main as is_main
     from shardwise.resilience.signals import StopSignals as StopSignals
@@ -47,7 +48,7 @@ _HOME = {
     # the Trainer
     "Trainer": "train.trainer", "Step": "train.trainer", "Loss": "train.loss", "mean_per_sample": "train.loss",
     "constant": "optimizer.schedules", "linear": "optimizer.schedules", "cosine": "optimizer.schedules",
-    "wsd": "optimizer.schedules", "Decoder": "models.decoder",
+    "wsd": "optimizer.schedules", "Decoder": "models.decoder", "Split": "parallel.staging",
     # an own loop
     "init": "train.own_loop", "batches": "train.own_loop", "build_optimizer": "train.own_loop",
     "parallelize": "parallel.parallelize", "forward_backward": "train.step", "clip_grad_norm": "train.step",
