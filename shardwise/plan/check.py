@@ -4,14 +4,16 @@ A rule returns None where it holds. `apply` holds overrides of the recipe's own 
 go away; None where only the user can choose.
 """
 
+import math
 from collections.abc import Callable
 
 import msgspec
 
 from shardwise.errors import PlanInfeasible
 from shardwise.inputs.recipe import PlanRequest
+from shardwise.plan import combinations, schedules
 from shardwise.plan.plan import Plan
-from shardwise.plan.rule_of_thumb import bytes_at_rest, has_no_bf16, usable_bytes
+from shardwise.plan.rule_of_thumb import activation_bytes, bytes_at_rest, has_no_bf16, usable_bytes
 from shardwise.units import format_bytes
 
 
@@ -29,6 +31,7 @@ Rule = Callable[[Plan, int], Violation | None]
 
 # Degrees that are planned again after one of them was taken away.
 _REPLAN: dict[str, str | int] = {"train.plan.dp_replicate": "auto", "train.plan.dp_shard": "auto"}
+_PLAIN_PIPELINE: dict[str, str | int] = {"train.plan.schedule": "auto", "train.plan.stages_per_rank": "auto"}
 
 
 def check(plan: Plan, world: int) -> tuple[Violation, ...]:
@@ -64,13 +67,14 @@ def zero_matches_sharding(plan: Plan, world: int) -> Violation | None:
     zero, shard = plan.decision.zero, plan.decision.mesh.dp_shard
     if (zero == 0) == (shard == 1):
         return None
+    sharded = 1 if plan.decision.mesh.pp > 1 else 3
     if zero == 0:
         return Violation(
             rule="zero_matches_sharding",
             what=f"zero = 0 with dp_shard = {shard}.",
             why="zero 0 keeps whole copies: nothing is sharded",
-            fix="train.plan.zero = 3, or dp_shard = 1",
-            apply={"train.plan.zero": 3},
+            fix=f"train.plan.zero = {sharded}, or dp_shard = 1",
+            apply={"train.plan.zero": sharded},
         )
     return Violation(
         rule="zero_matches_sharding",
@@ -242,25 +246,81 @@ def heads_divide(plan: Plan, world: int) -> Violation | None:
     tp = plan.decision.mesh.tp
     if plan.arch is None or (plan.arch.num_heads % tp == 0 and plan.arch.num_kv_heads % tp == 0):
         return None
+    dividing = math.gcd(tp, plan.arch.num_heads, plan.arch.num_kv_heads)
     return Violation(
         rule="heads_divide",
         what=f"tp = {tp} does not divide {plan.arch.num_heads} heads and {plan.arch.num_kv_heads} key-value heads.",
         why="tensor parallel gives each rank whole heads",
-        fix="train.plan.tp = 1, or a divisor of both",
-        apply={"train.plan.tp": 1, **_REPLAN},
+        fix=f"train.plan.tp = {dividing}, or another divisor of both",
+        apply={"train.plan.tp": dividing, **_REPLAN},
     )
 
 
-def layers_divide(plan: Plan, world: int) -> Violation | None:
-    pp = plan.decision.mesh.pp
-    if plan.arch is None or pp <= plan.arch.num_layers:
+def schedule_belongs_to_a_pipeline(plan: Plan, world: int) -> Violation | None:
+    decision = plan.decision
+    if decision.mesh.pp > 1 and decision.schedule != "none":
+        return None
+    if decision.mesh.pp == 1 and decision.schedule == "none" and decision.stages_per_rank == 1:
         return None
     return Violation(
-        rule="layers_divide",
-        what=f"pp = {pp} is more than {plan.arch.num_layers} layers.",
-        why="each stage of a pipeline holds at least one layer",
-        fix="train.plan.pp = 1, or at most the number of layers",
-        apply={"train.plan.pp": 1, **_REPLAN},
+        rule="schedule_belongs_to_a_pipeline",
+        what=f'schedule = "{decision.schedule}" and stages_per_rank = {decision.stages_per_rank} '
+        f"with pp = {decision.mesh.pp}.",
+        why="a schedule orders the stages of a pipeline, and every pipeline has one",
+        fix='train.plan.schedule = "auto" and stages_per_rank = "auto", or pp = 2 or more',
+        apply=_PLAIN_PIPELINE,
+    )
+
+
+def schedule_has_its_micro_batches(plan: Plan, world: int) -> Violation | None:
+    decision = plan.decision
+    pp = decision.mesh.pp
+    if pp == 1 or decision.schedule == "none":
+        return None
+    problem = schedules.requires(decision.schedule, pp, decision.stages_per_rank, decision.accumulation)
+    if not problem:
+        return None
+    return Violation(
+        rule="schedule_has_its_micro_batches",
+        what=f"{problem}: micro-batches are {decision.accumulation}, stages a rank {decision.stages_per_rank}.",
+        why="its order of forwards and backwards is made of such rounds; 1f1b takes any number of micro-batches",
+        fix='train.plan.schedule = "1f1b" and stages_per_rank = "auto"',
+        apply={"train.plan.schedule": "1f1b", "train.plan.stages_per_rank": "auto"},
+    )
+
+
+def each_stage_has_a_block(plan: Plan, world: int) -> Violation | None:
+    decision = plan.decision
+    pp, stages = decision.mesh.pp, decision.mesh.pp * decision.stages_per_rank
+    if plan.arch is None or pp == 1 or stages <= plan.arch.num_layers:
+        return None
+    fewer = pp <= plan.arch.num_layers
+    plain: dict[str, str | int] = {"train.plan.schedule": "1f1b", "train.plan.stages_per_rank": 1}
+    return Violation(
+        rule="each_stage_has_a_block",
+        what=f"pp = {pp} x {decision.stages_per_rank} stages a rank = {stages} stages, and the model has "
+        f"{plan.arch.num_layers} blocks.",
+        why="each stage of a pipeline holds at least one block",
+        fix='train.plan.schedule = "1f1b" and stages_per_rank = 1' if fewer else "train.plan.pp = 1, or fewer stages",
+        apply=plain if fewer else {"train.plan.pp": 1, **_PLAIN_PIPELINE, **_REPLAN},
+    )
+
+
+def combination_runs(plan: Plan, world: int) -> Violation | None:
+    """The table of plan/combinations.py; the fix meets every reason that it gives, one after another."""
+    cell = combinations.cell_of(plan.decision)
+    reasons = combinations.refusals(cell)
+    if not reasons:
+        return None
+    apply = {key: value for reason in reasons for key, value in combinations.overrides(reason).items()}
+    parts = [f"schedule {cell.schedule}", f"zero {plan.decision.zero}", f"recompute {cell.recompute}"]
+    parts += [f"compile {cell.compile}", f"tp {plan.decision.mesh.tp}"]
+    return Violation(
+        rule="combination_runs",
+        what=f"{', '.join(parts)} do not go together.",
+        why="; ".join(reason.why for reason in reasons),
+        fix=" and ".join(f"{key} = {value if isinstance(value, int) else repr(value)}" for key, value in apply.items()),
+        apply=apply,
     )
 
 
@@ -293,6 +353,34 @@ def states_fit(plan: Plan, world: int) -> Violation | None:
     )
 
 
+def activations_fit(plan: Plan, world: int) -> Violation | None:
+    """By the rule of thumb for activations: states and those of the micro-batches in flight, on the fullest rank."""
+    states, kept = bytes_at_rest(plan), activation_bytes(plan)
+    have = usable_bytes(plan.cluster, world)
+    if states is None or kept is None or states > have or states + kept <= have:
+        return None
+    apply: dict[str, str | int] | None = None
+    for option in ("selective", "full"):
+        less = activation_bytes(plan, recompute=option)
+        if plan.decision.recompute in ("none", "selective") and less is not None and states + less <= have:
+            apply = {"train.plan.recompute": option}
+            break
+    fix = f'train.plan.recompute = "{option}"' if apply else "a smaller batch.micro_batch, or a shorter sequence_length"
+    if apply is None and plan.decision.micro_batch > 1:
+        one = kept // plan.decision.micro_batch
+        fitting = (have - states) // max(1, one)
+        apply = {"batch.micro_batch": fitting} if fitting else None
+    return Violation(
+        rule="activations_fit",
+        what=f"About {format_bytes(kept)} of activations beside {format_bytes(states)} of states per rank, and "
+        f"{format_bytes(have)} usable on {plan.cluster.device.name}.",
+        why=f"micro-batches of {plan.decision.micro_batch} samples of {plan.recipe.data.sequence_length} tokens, "
+        "kept from forward to backward",
+        fix=fix,
+        apply=apply,
+    )
+
+
 def trackers_run(plan: Plan, world: int) -> Violation | None:
     if not plan.recipe.log:
         return None
@@ -309,7 +397,6 @@ RULES: tuple[Rule, ...] = (
     degrees_make_the_world,
     devices_exist,
     zero_matches_sharding,
-    _axis_runs("pp", "pipeline parallel"),
     _axis_runs("tp", "tensor parallel"),
     _axis_runs("cp", "context parallel"),
     _axis_runs("ep", "expert parallel"),
@@ -326,7 +413,11 @@ RULES: tuple[Rule, ...] = (
     sequence_fits_the_model,
     vocabulary_holds_the_tokens,
     heads_divide,
-    layers_divide,
+    schedule_belongs_to_a_pipeline,
+    schedule_has_its_micro_batches,
+    each_stage_has_a_block,
+    combination_runs,
     tensor_parallel_stays_in_a_node,
     states_fit,
+    activations_fit,
 )

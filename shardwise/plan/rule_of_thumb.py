@@ -15,12 +15,14 @@ from shardwise.errors import RecipeError
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import OptimizerSpec, PipelineSchedule, PlanRequest, Recipe
+from shardwise.plan import combinations, schedules
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Decision, Plan
 from shardwise.units import format_bytes, format_count
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 Zero = Literal[0, 1, 2, 3]
+Recompute = Literal["none", "selective", "full"]
 
 # The driver, the context and the allocator's fragments take their part of a device.
 USABLE_SHARE = 0.95
@@ -32,6 +34,10 @@ ACTIVATIONS_SHARE = 0.7
 FULL_SHARD_LIMIT = 80e9
 # A Python process with torch, before any parameter.
 PROCESS_BYTES = 512 * 2**20
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+# Micro-batches for each stage of a pipeline that leave about a fifth of its time idle (p - 1 of m + p - 1).
+MICRO_BATCHES_PER_STAGE = 4
 # Larger forwards gain nothing on a core: the activations left its caches long before.
 CPU_TOKENS_PER_MICRO_BATCH = 8192
 
@@ -59,15 +65,68 @@ def bytes_per_parameter(precision: Precision, optimizer: OptimizerSpec) -> Bytes
 
 
 def activation_bytes_per_sample(arch: Arch, sequence_length: int, precision: Precision) -> int:
-    """Activations of one sample kept for backward, without recompute, and its logits twice.
+    """Activations of one sample kept for backward by the whole model, without recompute, and its logits twice."""
+    blocks = arch.num_layers * block_activation_bytes(arch, sequence_length, precision, "none")
+    return blocks + _logits_bytes(arch, sequence_length, precision)
 
-    Source: Korthikanti et al. 2022, 34 * s * h bytes a layer in 2-byte precision, without the attention
-    matrix, which a fused kernel does not keep.
+
+def block_activation_bytes(arch: Arch, sequence_length: int, precision: Precision, recompute: str) -> int:
+    """What one block keeps of one sample from its forward to its backward.
+
+    none: 34 * s * h bytes in 2-byte precision (Korthikanti et al. 2022), without the attention matrix, which a fused
+    kernel does not keep. selective: what the matrices and the attention give, and the block's input. full: the input.
     """
-    size = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}[precision]
-    blocks = 17 * size * sequence_length * arch.hidden_size * arch.num_layers
-    logits = 2 * max(size, 4) * sequence_length * arch.vocab_size
-    return blocks + logits
+    size = ACTIVATION_BYTES[precision]
+    if recompute == "none":
+        return 17 * size * sequence_length * arch.hidden_size
+    if recompute == "full":
+        return size * sequence_length * arch.hidden_size
+    attention = 2 * arch.num_heads * arch.head_dim + 2 * arch.num_kv_heads * arch.head_dim
+    ffn = (2 if arch.gated_ffn else 1) * arch.ffn_size
+    kept = min(17 * arch.hidden_size, attention + ffn + 3 * arch.hidden_size)
+    return size * sequence_length * kept
+
+
+def _logits_bytes(arch: Arch, sequence_length: int, precision: Precision) -> int:
+    return 2 * max(ACTIVATION_BYTES[precision], 4) * sequence_length * arch.vocab_size
+
+
+def activation_bytes(plan: Plan, recompute: str | None = None) -> int | None:
+    """Activations of the fullest rank: of each micro-batch in flight on each of its stages; None without an Arch.
+
+    `recompute` in place of the plan's. One block more than a recomputed one keeps is alive in its backward.
+    """
+    if plan.arch is None or plan.recipe.data.given is not None:
+        return None
+    decision = plan.decision
+    one = _activations_of_one(plan.arch, plan.recipe.data.sequence_length, decision, recompute or decision.recompute)
+    return decision.micro_batch * one
+
+
+def _activations_of_one(arch: Arch, length: int, decision: Decision, recompute: str) -> int:
+    """Of the fullest rank, were a micro-batch one sample."""
+    precision, pp, tp = decision.precision, decision.mesh.pp, decision.mesh.tp
+    block = block_activation_bytes(arch, length, precision, recompute)
+    working = 0 if recompute == "none" else block_activation_bytes(arch, length, precision, "none")
+    per_stage = math.ceil(arch.num_layers / (pp * decision.stages_per_rank))
+    flights = _in_flight(decision)
+    logits = _logits_bytes(arch, length, precision)
+    holds_head = schedules.rank_of_stage(decision.schedule, pp * decision.stages_per_rank - 1, pp)
+    ranks = [
+        flight * per_stage * block + working + (logits if rank == holds_head else 0)
+        for rank, flight in enumerate(flights)
+    ]
+    return max(ranks) // tp
+
+
+def _in_flight(decision: Decision) -> tuple[int, ...]:
+    """By pipeline rank: the most (stage, micro-batch) pairs alive at one time. At most 8 rounds are looked at."""
+    pp, per_rank = decision.mesh.pp, decision.stages_per_rank
+    micros = decision.accumulation if decision.schedule == "gpipe" else min(decision.accumulation, 8 * pp)
+    if pp == 1 or decision.schedule == "none" or schedules.requires(decision.schedule, pp, per_rank, micros):
+        return (per_rank,) * pp
+    tables = schedules.actions(decision.schedule, pp, per_rank, micros)
+    return tuple(schedules.most_in_flight(table) for table in tables)
 
 
 def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: int | None = None) -> Plan:
@@ -85,32 +144,31 @@ def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: i
     ranks, why_world = _world(recipe, cluster, world, batch, parameters, per_parameter)
     request = recipe.train.plan if isinstance(recipe.train.plan, PlanRequest) else None
     if request is None:
-        mesh, zero, why_mesh = _auto_mesh(ranks, parameters, arch, cluster, per_parameter)
+        mesh, zero, why_mesh = _auto_mesh(ranks, shape, cluster, per_parameter)
     else:
-        mesh, zero, why_mesh = _requested_mesh(request, ranks, parameters, cluster, per_parameter)
-    at_rest = _at_rest(parameters or 0, per_parameter, mesh, zero)
-    micro, why_micro = _micro_batch(recipe, cluster, arch, precision, batch, mesh, at_rest)
-    accumulation = math.ceil(batch / (mesh.data_parallel * micro))
-    even = math.ceil(batch / (mesh.data_parallel * accumulation))
+        mesh, zero, why_mesh = _requested_mesh(request, ranks, shape, cluster, per_parameter)
     wanted = request or PlanRequest()
-    compiled = wanted.compile if wanted.compile != "auto" else ("blocks" if cluster.kind == "gpu" else "off")
     schedule, stages_per_rank = _schedule(wanted, mesh.pp)
     decision = Decision(
         mesh=mesh,
         zero=zero,
         global_batch=batch,
-        micro_batch=even,
-        accumulation=accumulation,
+        micro_batch=1,
+        accumulation=math.ceil(batch / mesh.data_parallel),
         precision=precision,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         recompute=wanted.recompute,
         offload=wanted.offload,
-        compile=compiled,
+        compile="off" if wanted.compile == "auto" else wanted.compile,
         compression=wanted.compression,
         bucket_cap_mb="default" if wanted.bucket_cap_mb == "auto" else wanted.bucket_cap_mb,
     )
-    why = (*why_world, *why_mesh, why_precision, why_micro, _why_compile(wanted, cluster))
+    at_rest = _at_rest(shape, per_parameter, decision)
+    decision, why_recompute = _with_recompute(decision, request, recipe, cluster, arch, at_rest)
+    decision, why_micro = _with_micro_batch(decision, recipe, cluster, arch, at_rest)
+    decision, why_compile = _with_compile(decision, wanted, cluster)
+    why = (*why_world, *why_mesh, why_precision, *why_recompute, why_micro, why_compile)
     return Plan(recipe, cluster, decision, why, arch=arch, shardwise_version=importlib.metadata.version("shardwise"))
 
 
@@ -148,15 +206,31 @@ def bytes_at_rest(plan: Plan) -> int | None:
     if plan.arch is None:
         return None
     per_parameter = bytes_per_parameter(plan.decision.precision, plan.recipe.optimizer)
-    return _at_rest(plan.arch.parameters(), per_parameter, plan.decision.mesh, plan.decision.zero)
+    return _at_rest(plan.arch, per_parameter, plan.decision)
 
 
-def _at_rest(parameters: int, per_parameter: Bytes, mesh: MeshShape, zero: Zero) -> int:
-    part = parameters / (mesh.tp * mesh.pp)
+def _at_rest(shape: Arch | int | None, per_parameter: Bytes, decision: Decision) -> int:
+    """Of the fullest rank."""
+    return _states(shape, per_parameter, decision.mesh, decision.zero, decision.stages_per_rank)
+
+
+def _states(shape: Arch | int | None, per_parameter: Bytes, mesh: MeshShape, zero: Zero, stages_per_rank: int) -> int:
+    part = _parameters_of_a_rank(shape, mesh.pp, stages_per_rank) / mesh.tp
     weight = per_parameter.weight / (mesh.dp_shard if zero >= 3 else 1)
     gradient = per_parameter.gradient / (mesh.dp_shard if zero >= 2 else 1)
     states = per_parameter.states / (mesh.dp_shard if zero >= 1 else 1)
     return math.ceil(part * (weight + gradient + states))
+
+
+def _parameters_of_a_rank(shape: Arch | int | None, pp: int, stages_per_rank: int) -> float:
+    """Of the pipeline rank that holds most: its blocks (stages may be uneven), and the embedding or the head."""
+    if shape is None or isinstance(shape, int):
+        return (shape or 0) / pp
+    if pp == 1:
+        return shape.parameters()
+    blocks = stages_per_rank * math.ceil(shape.num_layers / (pp * stages_per_rank))
+    outer = shape.vocab_size * shape.hidden_size + shape.hidden_size
+    return min(shape.parameters(), blocks * shape.block_parameters() + outer)
 
 
 def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, str]:
@@ -233,8 +307,9 @@ def _fits(parameters: int | None, per_parameter: Bytes, cluster: Cluster, ranks:
 
 
 def _auto_mesh(
-    ranks: int, parameters: int | None, arch: Arch | None, cluster: Cluster, per_parameter: Bytes
+    ranks: int, shape: Arch | int | None, cluster: Cluster, per_parameter: Bytes
 ) -> tuple[MeshShape, Zero, tuple[str, ...]]:
+    parameters = shape.parameters() if isinstance(shape, Arch) else shape
     fits, reason = _fits(parameters, per_parameter, cluster, ranks)
     if ranks == 1:
         return MeshShape(), 0, (reason, "one rank: nothing to split")
@@ -247,47 +322,61 @@ def _auto_mesh(
     if parameters is None or parameters <= FULL_SHARD_LIMIT:
         chosen = f"zero 3: weights, gradients and states are sharded over {ranks} ranks (full shard to about 70B)"
         return MeshShape(dp_shard=ranks), 3, (reason, chosen)
-    return _three_axes(ranks, parameters, arch, cluster, per_parameter, reason)
+    return _three_axes(ranks, shape if isinstance(shape, Arch) else parameters, cluster, per_parameter, reason)
 
 
 def _three_axes(
-    ranks: int, parameters: int, arch: Arch | None, cluster: Cluster, per_parameter: Bytes, reason: str
+    ranks: int, shape: Arch | int, cluster: Cluster, per_parameter: Bytes, reason: str
 ) -> tuple[MeshShape, Zero, tuple[str, ...]]:
-    """Tensor parallel in the node, the shortest pipeline that fits, data parallel (ZeRO 1) over the rest."""
-    heads = arch.num_kv_heads if arch else 8
+    """Tensor parallel in the node, the shortest pipeline that fits, data parallel (ZeRO 1) over the rest.
+
+    A pipeline's degree need not divide the layers: its stages may be uneven by one block.
+    """
+    arch = shape if isinstance(shape, Arch) else None
+    heads = math.gcd(arch.num_heads, arch.num_kv_heads) if arch else 8
     in_node = math.gcd(cluster.node.devices, ranks)
     tp = max(degree for degree in range(1, min(in_node, 8) + 1) if in_node % degree == 0 and heads % degree == 0)
     layers = arch.num_layers if arch else ranks
-    stages = [pp for pp in range(1, layers + 1) if layers % pp == 0 and ranks % (tp * pp) == 0]
+    degrees = [pp for pp in range(1, min(layers, ranks // tp) + 1) if ranks % (tp * pp) == 0]
     have = usable_bytes(cluster, ranks) * STATES_SHARE
 
     def at_rest(pp: int) -> int:
-        return _at_rest(parameters, per_parameter, MeshShape(pp=pp, tp=tp, dp_shard=ranks // (tp * pp)), 1)
+        return _states(shape, per_parameter, MeshShape(pp=pp, tp=tp, dp_shard=ranks // (tp * pp)), 1, 1)
 
-    pp = next((pp for pp in stages if at_rest(pp) <= have), stages[-1])
+    pp = next((pp for pp in degrees if at_rest(pp) <= have), degrees[-1])
     shard = ranks // (tp * pp)
     mesh = MeshShape(pp=pp, tp=tp, dp_shard=shard)
+    uneven = arch is not None and layers % pp != 0
     why = (
         reason,
         f"tp = {tp}: inside the node, where the links are fast ({cluster.node.link.kind})",
         f"pp = {pp}: the shortest pipeline whose share, {format_bytes(at_rest(pp))}, "
-        f"{'fits' if at_rest(pp) <= have else 'comes nearest to'} {format_bytes(have)}",
+        f"{'fits' if at_rest(pp) <= have else 'comes nearest to'} {format_bytes(have)}"
+        + (f"; stages of {math.ceil(layers / pp)} and {layers // pp} blocks" if uneven else ""),
         f"dp = {shard}: the rest, with states sharded (zero 1)" if shard > 1 else "dp = 1: nothing is left",
     )
     return mesh, 1 if shard > 1 else 0, why
 
 
 def _requested_mesh(
-    request: PlanRequest, ranks: int, parameters: int | None, cluster: Cluster, per_parameter: Bytes
+    request: PlanRequest, ranks: int, shape: Arch | int | None, cluster: Cluster, per_parameter: Bytes
 ) -> tuple[MeshShape, Zero, tuple[str, ...]]:
-    """The degrees that train.plan fixes; the data-parallel ones that it leaves are filled."""
+    """The degrees that train.plan fixes; the data-parallel ones that it leaves are filled.
+
+    Under a pipeline sharding is zero 1: stages keep weights and gradients whole until their last micro-batch.
+    """
     data = max(1, ranks // (request.pp * request.cp * request.tp))
-    fits, reason = _fits(parameters, per_parameter, cluster, ranks)
+    per_rank = 1 if request.stages_per_rank == "auto" else request.stages_per_rank
+    part = None if shape is None else math.ceil(_parameters_of_a_rank(shape, request.pp, per_rank) / request.tp)
+    fits, reason = _fits(part, per_parameter, cluster, ranks)
+    if request.pp * request.tp > 1:
+        reason = f"the fullest of {request.pp * request.tp} parts: {reason}"
     whole = request.zero == 0 or (request.zero == "auto" and fits)
     replicate, shard = _data_degrees(request, data, whole)
     mesh = MeshShape(pp=request.pp, dp_replicate=replicate, dp_shard=shard, cp=request.cp, tp=request.tp, ep=request.ep)
     if request.zero == "auto":
-        return mesh, 0 if shard == 1 else 3, (reason, "degrees: as train.plan says")
+        sharded: Zero = 1 if request.pp > 1 else 3
+        return mesh, 0 if shard == 1 else sharded, (reason, "degrees: as train.plan says")
     if mesh.world == 1 and ranks == 1:
         return mesh, 0, (reason, f"one rank: nothing to shard, zero {request.zero} is the same as zero 0")
     return mesh, request.zero, (reason, f"degrees and zero = {request.zero}: as train.plan says")
@@ -303,42 +392,73 @@ def _data_degrees(request: PlanRequest, data: int, whole: bool) -> tuple[int, in
     return replicate, max(1, data // replicate) if shard == "auto" else shard
 
 
+def _with_recompute(
+    decision: Decision, request: PlanRequest | None, recipe: Recipe, cluster: Cluster, arch: Arch | None, at_rest: int
+) -> tuple[Decision, tuple[str, ...]]:
+    """The least recompute with which micro-batches of one sample fit; what train.plan says is obeyed."""
+    if request is not None:
+        return decision, (f"recompute {request.recompute}: asked for",) if request.recompute != "none" else ()
+    if arch is None or recipe.data.given is not None or cluster.kind == "cpu":
+        return decision, ()
+    length, room = recipe.data.sequence_length, _room(cluster, decision, at_rest)
+    needs = {option: _activations_of_one(arch, length, decision, option) for option in RECOMPUTE}
+    least: Recompute = next((option for option in RECOMPUTE if needs[option] <= room), "none")
+    if least == "none":
+        return decision, ()
+    why = (
+        f"recompute {least}: a sample's activations, {format_bytes(needs['none'])}, become {format_bytes(needs[least])}"
+    )
+    return msgspec.structs.replace(decision, recompute=least), (why,)
+
+
+def _with_micro_batch(
+    decision: Decision, recipe: Recipe, cluster: Cluster, arch: Arch | None, at_rest: int
+) -> tuple[Decision, str]:
+    """The decision with even micro-batches and their number, and why."""
+    each = math.ceil(decision.global_batch / decision.mesh.data_parallel)
+    most, why = _micro_batch(decision, recipe, cluster, arch, at_rest, each)
+    count = math.ceil(each / most)
+    if recipe.batch.micro_batch == "auto" and decision.schedule.startswith("interleaved"):
+        count = _whole_rounds(count, decision.mesh.pp, each)
+    even = math.ceil(decision.global_batch / (decision.mesh.data_parallel * count))
+    return msgspec.structs.replace(decision, micro_batch=even, accumulation=count), why
+
+
+def _whole_rounds(count: int, pp: int, each: int) -> int:
+    """A multiple of pp near `count`, which interleaved schedules take; `count` where a rank has fewer samples than pp."""
+    more = math.ceil(count / pp) * pp
+    if more <= each:
+        return more
+    return more - pp if more > pp else count
+
+
 def _micro_batch(
-    recipe: Recipe,
-    cluster: Cluster,
-    arch: Arch | None,
-    precision: Precision,
-    batch: int,
-    mesh: MeshShape,
-    at_rest: int,
+    decision: Decision, recipe: Recipe, cluster: Cluster, arch: Arch | None, at_rest: int, each: int
 ) -> tuple[int, str]:
-    """Samples of one forward on one rank, at most, and why."""
-    each = math.ceil(batch / mesh.data_parallel)
-    asked = recipe.batch.micro_batch
+    """Samples of one forward on one rank, at most, of the `each` that it takes a step, and why."""
+    asked, mesh = recipe.batch.micro_batch, decision.mesh
     if asked != "auto":
         return min(asked, each), f"micro-batch of at most {asked}: asked for"
+    wanted, bubble = each, "a rank's whole share"
     if mesh.pp > 1:
-        return 1, "micro-batch 1: the more micro-batches, the smaller the pipeline's bubble"
+        wanted = max(1, each // (MICRO_BATCHES_PER_STAGE * mesh.pp))
+        count = math.ceil(each / wanted)
+        bubble = f"{count} of them for {mesh.pp} stages: the more, the smaller the pipeline's bubble"
     if arch is None:
-        return (
-            each,
-            f"micro-batch {each}: a rank's whole share, as activations are not known before the model is",
-        )
+        return wanted, f"micro-batch {wanted}: {bubble}, as activations are not known before the model is"
     length = recipe.data.sequence_length
     if cluster.kind == "cpu":
-        micro = max(1, min(each, CPU_TOKENS_PER_MICRO_BATCH // length))
-        if micro == each:
-            return each, f"micro-batch {each}: a rank's whole share, {each * length} tokens"
-        return (
-            micro,
-            f"micro-batch of at most {micro}: about {CPU_TOKENS_PER_MICRO_BATCH} tokens a forward on a core",
-        )
-    one = activation_bytes_per_sample(arch, length, precision) // mesh.tp
-    room = int(max(0, usable_bytes(cluster, mesh.world) - at_rest) * ACTIVATIONS_SHARE)
-    micro = max(1, min(each, room // max(1, one)))
+        micro = max(1, min(wanted, CPU_TOKENS_PER_MICRO_BATCH // length))
+        if micro == wanted:
+            return micro, f"micro-batch {micro}: {bubble}, {micro * length} tokens"
+        return micro, f"micro-batch of at most {micro}: about {CPU_TOKENS_PER_MICRO_BATCH} tokens a forward on a core"
+    one = _activations_of_one(arch, length, decision, decision.recompute)
+    room = _room(cluster, decision, at_rest)
+    micro = max(1, min(wanted, room // max(1, one)))
     return micro, (
-        f"micro-batch of at most {micro}: about {format_bytes(one)} of activations a sample, "
-        f"{format_bytes(room)} for them"
+        f"micro-batch of at most {micro}: about {format_bytes(one)} of activations a sample"
+        f"{' in all that are in flight' if mesh.pp > 1 else ''}, {format_bytes(room)} for them"
+        + (f"; {bubble}" if mesh.pp > 1 and micro == wanted else "")
     )
 
 
@@ -354,9 +474,19 @@ def _schedule(wanted: PlanRequest, pp: int) -> tuple[Literal["none"] | PipelineS
     return schedule, 1 if schedule in ("gpipe", "1f1b") else 2
 
 
-def _why_compile(wanted: PlanRequest, cluster: Cluster) -> str:
+def _room(cluster: Cluster, decision: Decision, at_rest: int) -> int:
+    """Bytes that activations may take beside the states."""
+    return int(max(0, usable_bytes(cluster, decision.mesh.world) - at_rest) * ACTIVATIONS_SHARE)
+
+
+def _with_compile(decision: Decision, wanted: PlanRequest, cluster: Cluster) -> tuple[Decision, str]:
+    """Each block compiled on GPUs where the table of combinations has it run, unless asked otherwise."""
     if wanted.compile != "auto":
-        return f"compile {wanted.compile}: asked for"
-    if cluster.kind == "gpu":
-        return "each block compiled: the default on GPUs"
-    return "compile off: on CPU it costs seconds before the first step"
+        return decision, f"compile {wanted.compile}: asked for"
+    if cluster.kind == "cpu":
+        return decision, "compile off: on CPU it costs seconds before the first step"
+    compiled = msgspec.structs.replace(decision, compile="blocks")
+    against = [reason for reason in combinations.refusals(combinations.cell_of(compiled)) if reason.part == "compile"]
+    if against:
+        return decision, f"compile off: {against[0].why}"
+    return compiled, "each block compiled: the default on GPUs"

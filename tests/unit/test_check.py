@@ -33,6 +33,8 @@ LARGE = msgspec.structs.replace(
     head_dim=128,
     ffn_size=28672,
 )
+GROUPED = msgspec.structs.replace(SMALL, num_heads=8, num_kv_heads=2, head_dim=20)
+LONG = msgspec.structs.replace(LARGE, name="long", max_sequence_length=8192)
 HUGE = msgspec.structs.replace(LARGE, name="huge", hidden_size=16384, num_layers=120, ffn_size=57344)
 
 # What breaks each rule: overrides, the model, the cluster, and how many ranks come (None: as planned).
@@ -41,7 +43,6 @@ BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
     ("devices_exist", ["train.devices=9"], SMALL, parse_cluster("8xH100"), None),
     ("zero_matches_sharding", ["train.plan.zero=0", "train.plan.dp_shard=4"], SMALL, CPU, 4),
     ("zero_matches_sharding", ["train.plan.zero=3", "train.plan.dp_replicate=4"], SMALL, CPU, 4),
-    ("pp_runs", ["train.plan.pp=2"], SMALL, CPU, 4),
     ("tp_runs", ["train.plan.tp=2"], SMALL, CPU, 4),
     ("cp_runs", ["train.plan.cp=2"], SMALL, CPU, 4),
     ("ep_runs", ["train.plan.ep=2", "train.plan.zero=3"], SMALL, CPU, 4),
@@ -63,11 +64,65 @@ BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
     ("sequence_fits_the_model", ["data.sequence_length=2048"], SMALL, CPU, None),
     ("trackers_run", ['log=["wandb"]'], SMALL, CPU, None),
     ("heads_divide", ["train.plan.tp=2"], SMALL, CPU, 4),
-    ("layers_divide", ["train.plan.pp=8"], SMALL, CPU, 8),
+    ("heads_divide", ["train.plan.tp=8", "train.plan.zero=3"], GROUPED, CPU, 8),
+    ("each_stage_has_a_block", ["train.plan.pp=8"], SMALL, CPU, 8),
+    ("each_stage_has_a_block", ["train.plan.pp=2", "train.plan.stages_per_rank=3"], SMALL, CPU, 2),
+    ("schedule_belongs_to_a_pipeline", ["train.plan.schedule=gpipe"], SMALL, CPU, 2),
+    ("schedule_belongs_to_a_pipeline", ["train.plan.stages_per_rank=2"], SMALL, CPU, 2),
+    (
+        "schedule_has_its_micro_batches",
+        ["train.plan.pp=2", "train.plan.schedule=gpipe", "train.plan.stages_per_rank=2"],
+        SMALL,
+        CPU,
+        2,
+    ),
+    (
+        "schedule_has_its_micro_batches",
+        ["train.plan.pp=2", "train.plan.schedule=interleaved-1f1b", "batch.global_batch=7", "batch.micro_batch=1"],
+        SMALL,
+        CPU,
+        2,
+    ),
+    ("combination_runs", ["train.plan.pp=2", "train.plan.zero=3", "train.plan.dp_shard=2"], SMALL, CPU, 4),
+    (
+        "combination_runs",
+        [
+            "train.plan.pp=2",
+            "train.plan.zero=2",
+            "train.plan.dp_shard=2",
+            "train.plan.schedule=zbv",
+            "train.plan.recompute=selective",
+            "train.plan.compile=blocks",
+        ],
+        SMALL,
+        CPU,
+        4,
+    ),
+    ("combination_runs", ["train.plan.tp=2", "train.plan.compile=blocks"], GROUPED, CPU, 4),
+    ("combination_runs", ["train.plan.recompute=full", "train.plan.compile=blocks"], SMALL, CPU, 2),
     ("tensor_parallel_stays_in_a_node", ["train.plan.tp=16"], LARGE, parse_cluster("2x8xH100"), None),
     ("states_fit", ["train.plan.zero=0"], LARGE, parse_cluster("64xp5.48xlarge"), None),
+    (
+        "activations_fit",
+        ["data.sequence_length=8192", "train.plan.zero=3", "train.plan.dp_shard=64"],
+        LONG,
+        parse_cluster("8x8xH100"),
+        None,
+    ),
+    (
+        "activations_fit",
+        [
+            "data.sequence_length=8192",
+            "batch.global_batch=8192",
+            "batch.micro_batch=128",
+            "train.plan.recompute=full",
+            "train.plan.zero=3",
+        ],
+        LONG,
+        parse_cluster("8x8xH100"),
+        None,
+    ),
     ("tp_runs", ["batch.global_batch=1024"], HUGE, parse_cluster("64xp5.48xlarge"), None),
-    ("pp_runs", ["batch.global_batch=1024"], HUGE, parse_cluster("64xp5.48xlarge"), None),
 ]
 # Only the user can choose a smaller model, another vocabulary, or another kind of model.
 NO_APPLY = {"vocabulary_holds_the_tokens", "model_runs"}
@@ -113,6 +168,28 @@ def test_what_the_engine_runs_is_not_refused(world: int, zero: str | int, precis
     overrides = [f"train.plan.zero={zero}", f"train.precision={precision}", f"batch.micro_batch={micro}"]
     _, found = made(overrides, SMALL, CPU, world)
     assert found == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arch", "key", "value"),
+    [
+        (["train.plan.tp=8"], GROUPED, "train.plan.tp", 2),
+        (["train.plan.tp=5", "train.plan.zero=3"], GROUPED, "train.plan.tp", 1),
+        (["train.plan.pp=2", "train.plan.stages_per_rank=3"], SMALL, "train.plan.stages_per_rank", 1),
+    ],
+)
+def test_a_fix_keeps_what_it_can(overrides: list[str], arch: Arch, key: str, value: int) -> None:
+    _, found = made(overrides, arch, CPU, 40)
+    assert any(one.apply and one.apply.get(key) == value for one in found if one.rule in KEEPS)
+
+
+KEEPS = ("heads_divide", "each_stage_has_a_block")
+
+
+def test_uneven_stages_ffn_vocabulary_and_sequence_are_no_reason() -> None:
+    odd = msgspec.structs.replace(GROUPED, num_layers=5, ffn_size=451, vocab_size=263)
+    _, found = made(["train.plan.pp=3", "train.plan.tp=2", "data.sequence_length=251"], odd, CPU, 6)
+    assert {one.rule for one in found} <= {"tp_runs"}
 
 
 def test_a_vocabulary_below_the_bytes_is_found() -> None:

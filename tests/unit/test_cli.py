@@ -75,7 +75,7 @@ def test_the_version_is_told() -> None:
     [
         (["train", "absent.toml"], "There is no recipe"),
         (["train", QUICKSTART, "--set", "optimizer.lrr=1"], "the nearest known key is optimizer.lr"),
-        (["train", QUICKSTART, "--set", "train.plan.pp=2"], "planned only"),
+        (["train", QUICKSTART, "--set", "train.plan.cp=2"], "planned only"),
         (["train", QUICKSTART, "--set", "data.text=['absent/*.txt']"], "matches no file"),
         (["train", QUICKSTART, "--set", "train.devices=2", "--set", "train.plan.dp_replicate=3"], "degrees"),
         (["train", QUICKSTART, "--fork", "other"], "there is no run"),

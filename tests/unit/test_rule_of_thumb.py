@@ -12,9 +12,13 @@ from shardwise.errors import RecipeError
 from shardwise.inputs.arch import preset
 from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster, parse_cluster
 from shardwise.inputs.recipe import OptimizerSpec, PlanRequest, Recipe, from_keys, load, with_overrides
+from shardwise.plan import schedules
+from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Plan
 from shardwise.plan.rule_of_thumb import (
+    activation_bytes,
     activation_bytes_per_sample,
+    block_activation_bytes,
     bytes_at_rest,
     bytes_per_parameter,
     plan,
@@ -70,6 +74,98 @@ def test_the_size_decides_between_copies_shards_and_three_axes(
     assert {name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if getattr(mesh, name) > 1} == axes
     assert mesh.world == parse_cluster(cluster).devices
     assert any(f"{parameters / 1e9:.3g}B parameters" in reason for reason in made.why)
+
+
+LLAMA_405B = msgspec.structs.replace(
+    SMALL,
+    name="405b",
+    vocab_size=128256,
+    hidden_size=16384,
+    num_layers=126,
+    num_heads=128,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_size=53248,
+    max_sequence_length=8192,
+)
+LONG = ("batch.global_batch=1024", "data.sequence_length=4096")
+
+
+def test_a_model_of_405_billion_gets_uneven_stages_tensor_parallel_and_enough_micro_batches() -> None:
+    made = plan(recipe(*LONG), LLAMA_405B, parse_cluster("64x8xH100"))
+    decision = made.decision
+    assert decision.mesh == MeshShape(pp=16, dp_shard=4, tp=8)
+    assert (decision.zero, decision.schedule, decision.stages_per_rank) == (1, "1f1b", 1)
+    assert decision.accumulation >= 4 * 16
+    assert "stages of 8 and 7 blocks" in " ".join(made.why)
+    states, kept = bytes_at_rest(made), activation_bytes(made)
+    assert states is not None and kept is not None
+    assert states + kept <= usable_bytes(made.cluster, 512)
+
+
+@pytest.mark.parametrize(("batch", "micro", "count"), [(128, 8, 16), (64, 4, 16), (16, 1, 16), (6, 1, 6), (1, 1, 1)])
+def test_a_pipeline_has_four_micro_batches_a_stage_where_the_batch_allows(batch: int, micro: int, count: int) -> None:
+    decision = plan(recipe("train.plan.pp=4", f"batch.global_batch={batch}"), SMALL, cpu(4), world=4).decision
+    assert (decision.micro_batch, decision.accumulation) == (micro, count)
+
+
+@pytest.mark.parametrize(
+    ("asked", "schedule", "stages"),
+    [
+        ([], "1f1b", 1),
+        (["schedule=gpipe"], "gpipe", 1),
+        (["stages_per_rank=2"], "interleaved-1f1b", 2),
+        (["schedule=interleaved-1f1b"], "interleaved-1f1b", 2),
+        (["schedule=interleaved-zb"], "interleaved-zb", 2),
+        (["schedule=zbv"], "zbv", 2),
+        (["schedule=interleaved-zb", "stages_per_rank=1"], "interleaved-zb", 1),
+    ],
+)
+@given(batch=st.integers(4, 70))
+def test_a_schedule_is_interleaved_only_when_asked_and_gets_its_micro_batches(
+    asked: list[str], schedule: str, stages: int, batch: int
+) -> None:
+    wished = recipe("train.plan.pp=2", f"batch.global_batch={batch}", *(f"train.plan.{one}" for one in asked))
+    decision = plan(wished, SMALL, cpu(2), world=2).decision
+    assert (decision.schedule, decision.stages_per_rank) == (schedule, stages)
+    assert schedules.requires(schedule, 2, stages, decision.accumulation) == ""
+    assert decision.micro_batch * decision.accumulation >= batch
+
+
+def test_without_a_pipeline_there_is_no_schedule() -> None:
+    decision = plan(recipe(), SMALL, cpu(2)).decision
+    assert (decision.schedule, decision.stages_per_rank) == ("none", 1)
+
+
+def test_a_pipeline_that_is_asked_for_shards_states_alone_and_counts_its_own_part() -> None:
+    cluster = parse_cluster("8x8xH100")
+    arch = msgspec.structs.replace(LLAMA_405B, hidden_size=8192, num_layers=80, num_heads=64, ffn_size=28672)
+    sharded = plan(recipe("train.plan.pp=2", "train.plan.tp=8", *LONG), arch, cluster).decision
+    assert (sharded.mesh, sharded.zero) == (MeshShape(pp=2, dp_shard=4, tp=8), 1)
+    whole = plan(recipe("train.plan.pp=8", "train.plan.tp=8", *LONG), arch, cluster).decision
+    assert (whole.mesh, whole.zero) == (MeshShape(pp=8, tp=8), 0)
+
+
+def test_each_recompute_keeps_less_and_the_least_that_fits_is_chosen() -> None:
+    kept = [block_activation_bytes(LLAMA_405B, 4096, "bf16", option) for option in ("none", "selective", "full")]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 3
+    cluster = parse_cluster("64x8xH100")
+    short = plan(recipe("batch.global_batch=1024"), LLAMA_405B, cluster)
+    long = plan(recipe("batch.global_batch=1024", "data.sequence_length=8192"), LLAMA_405B, cluster)
+    assert (short.decision.recompute, long.decision.recompute) == ("none", "full")
+    assert any("recompute full" in reason for reason in long.why)
+
+
+@given(pp=st.integers(2, 8), schedule=st.sampled_from(["gpipe", "1f1b"]), batch=st.integers(8, 64))
+def test_a_pipeline_in_flight_keeps_more_the_more_micro_batches_there_are(pp: int, schedule: str, batch: int) -> None:
+    arch = msgspec.structs.replace(SMALL, num_layers=16)
+    overrides = [f"train.plan.pp={pp}", f"batch.global_batch={batch}", "batch.micro_batch=1"]
+    kept = activation_bytes(plan(recipe(*overrides, f"train.plan.schedule={schedule}"), arch, cpu(8), world=pp))
+    one = math.ceil(16 / pp) * block_activation_bytes(arch, 256, "fp32", "none")
+    assert kept is not None
+    assert kept >= one * (batch if schedule == "gpipe" else min(pp, batch))
+    logits = 8 * 256 * arch.vocab_size
+    assert kept <= one * (batch if schedule == "gpipe" else min(pp, batch)) + logits
 
 
 def test_tensor_parallel_stays_inside_a_node() -> None:

@@ -1,0 +1,128 @@
+"""What composes: schedule x data-parallel kind x recompute x compile x tensor parallel, as one table. No torch.
+
+The first row that holds a cell decides. A cell runs, and the test that compares it with one process is named; or it is
+refused, with the reason and with what to change. Sources: reasons were tried, in tests/distributed or in a decision.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+from shardwise.inputs.recipe import PipelineSchedule
+from shardwise.plan.plan import Decision
+
+Data = Literal["one", "zero0", "zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3"]
+SCHEDULES: tuple[str, ...] = ("none", *get_args(PipelineSchedule))
+DATA: tuple[str, ...] = get_args(Data)
+RECOMPUTE = ("none", "selective", "full")
+COMPILE = ("off", "blocks")
+TENSOR = ("no", "yes")
+
+
+class Cell(NamedTuple):
+    """A combination. `data`: one rank, or a ZeRO stage, or hybrid (copies of sharded groups) with its stage."""
+
+    schedule: str
+    data: str
+    recompute: str
+    compile: str
+    tensor: str
+
+
+class Refusal(NamedTuple):
+    """Why a cell does not run, and which of its parts becomes what so that this reason is gone."""
+
+    why: str
+    part: Literal["schedule", "data", "recompute", "compile"]
+    instead: str
+
+
+class Row(NamedTuple):
+    """Cells, each part as words ("any": all of them), and the test that holds them or the reason against them."""
+
+    schedule: str
+    data: str
+    recompute: str
+    compile: str
+    tensor: str
+    verdict: str | Refusal
+
+    def holds(self, cell: Cell) -> bool:
+        return all(words == "any" or part in words.split() for words, part in zip(self[:5], cell, strict=True))
+
+
+PIPELINES = " ".join(SCHEDULES[1:])
+ZERO_BUBBLE = "interleaved-zb zbv"
+CELLS = "tests/distributed/test_combinations.py::test_a_cell_that_runs_gives_the_hand_written_loop"
+COMPILED = "tests/distributed/test_parity.py::test_compiled_blocks_compose_with_data_parallel"
+
+WHOLE_UNDER_PIPELINE = Refusal(
+    "a stage's weights and gradients stay whole until its last micro-batch, so this would save what zero 1 saves",
+    "data", "zero1",
+)  # fmt: skip
+WHOLE_COPIES_UNDER_PIPELINE = WHOLE_UNDER_PIPELINE._replace(instead="hybrid1")
+LATE_WEIGHTS = Refusal(
+    "zero bubble makes the weights' gradients after the backward in which a sharded module reduces them",
+    "schedule", "1f1b",
+)  # fmt: skip
+TWO_BACKWARDS = Refusal(
+    "zero bubble goes back twice through a block, and a recomputed one is gone after the first", "recompute", "none"
+)
+ONE_PIECE = Refusal(
+    "zero bubble splits each backward in two, and a compiled block's is one piece", "compile", "off"
+)  # fmt: skip
+COMPILED_TENSOR = Refusal(
+    "tensor parallel puts each rank's part in a layer's place by hooks, which no test has compiled yet",
+    "compile", "off",
+)  # fmt: skip
+COMPILED_STAGES = Refusal("no test holds compiled blocks in a pipeline yet", "compile", "off")
+COMPILED_RECOMPUTE = Refusal("no test holds compiled blocks that are recomputed yet", "compile", "off")
+COMPILED_ZERO = Refusal("no test holds compiled blocks with zero 1, 2 or hybrid sharding yet", "compile", "off")
+
+TABLE: tuple[Row, ...] = (
+    #    schedule  data                  recompute         compile   tensor  verdict
+    Row(PIPELINES, "zero2 zero3", "any", "any", "any", WHOLE_UNDER_PIPELINE),
+    Row(PIPELINES, "hybrid2 hybrid3", "any", "any", "any", WHOLE_COPIES_UNDER_PIPELINE),
+    Row(ZERO_BUBBLE, "zero1 hybrid1", "any", "any", "any", LATE_WEIGHTS),
+    Row(ZERO_BUBBLE, "any", "selective full", "any", "any", TWO_BACKWARDS),
+    Row(ZERO_BUBBLE, "any", "any", "blocks", "any", ONE_PIECE),
+    Row("any", "any", "any", "blocks", "yes", COMPILED_TENSOR),
+    Row(PIPELINES, "any", "any", "blocks", "any", COMPILED_STAGES),
+    Row("any", "any", "selective full", "blocks", "any", COMPILED_RECOMPUTE),
+    Row("any", "zero1 zero2 hybrid1 hybrid2 hybrid3", "any", "blocks", "any", COMPILED_ZERO),
+    Row("none", "one zero0 zero3", "none", "blocks", "no", COMPILED),
+    Row("any", "any", "any", "off", "any", CELLS),
+)  # fmt: skip
+
+
+def cell_of(decision: Decision) -> Cell:
+    """Where a decision stands in the table."""
+    mesh = decision.mesh
+    if mesh.data_parallel == 1:
+        data = "one"
+    else:
+        data = f"{'hybrid' if mesh.dp_replicate > 1 and mesh.dp_shard > 1 else 'zero'}{decision.zero}"
+    if data == "hybrid0":  # a contradiction that another rule names
+        data = "zero0"
+    return Cell(decision.schedule, data, decision.recompute, decision.compile, "yes" if mesh.tp > 1 else "no")
+
+
+def verdict(cell: Cell) -> str | Refusal:
+    """The test that holds a cell, or the reason against it."""
+    return next(row.verdict for row in TABLE if row.holds(cell))
+
+
+def refusals(cell: Cell) -> tuple[Refusal, ...]:
+    """The reasons against a cell one after another, each met, until what is left runs; empty where it runs."""
+    found: list[Refusal] = []
+    while isinstance(reason := verdict(cell), Refusal):
+        found.append(reason)
+        cell = cell._replace(**{reason.part: reason.instead})
+    return tuple(found)
+
+
+def overrides(reason: Refusal) -> dict[str, str | int]:
+    """What meets a reason, as overrides of a recipe."""
+    if reason.part == "data":
+        return {"train.plan.zero": int(reason.instead[-1])}
+    if reason.part == "schedule":
+        return {"train.plan.schedule": reason.instead, "train.plan.stages_per_rank": "auto"}
+    return {f"train.plan.{reason.part}": reason.instead}

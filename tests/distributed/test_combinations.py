@@ -1,0 +1,92 @@
+"""The table of plan/combinations.py, cell by cell: each that says it runs and that the engine starts gives one process.
+
+A cell gets the smallest mesh that has it. Few of them run each time, so that every part meets every other one; all of
+them in `make nightly`.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.plan import combinations
+from shardwise.plan.check import check
+from shardwise.plan.combinations import COMPILE, DATA, RECOMPUTE, SCHEDULES, TENSOR, Cell
+from tests.distributed import work
+from tests.distributed.pool import Pool
+from tests.distributed.test_matrix import TIED, reference, trained
+from tests.distributed.test_parity import worst
+
+MOST_RANKS = 8
+
+
+def arguments(cell: Cell) -> dict[str, Any]:
+    """The smallest mesh and the numbers that make a decision of this cell."""
+    mesh = {"pp": 2} if cell.schedule != "none" else {}
+    if cell.data.startswith("hybrid"):
+        mesh |= {"dp_replicate": 2, "dp_shard": 2}
+    elif cell.data != "one":
+        mesh |= {"dp_replicate" if cell.data == "zero0" else "dp_shard": 2}
+    if cell.tensor == "yes":
+        mesh |= {"tp": 2}
+    two = cell.schedule in ("interleaved-1f1b", "interleaved-zb", "zbv")
+    return {
+        "mesh": mesh, "zero": 0 if cell.data == "one" else int(cell.data[-1]), "schedule": cell.schedule,
+        "stages_per_rank": 2 if two else 1, "recompute": cell.recompute, "compile": cell.compile,
+        "accumulation": 4 if mesh.get("pp", 1) > 1 else 2,
+    }  # fmt: skip
+
+
+def world(cell: Cell) -> int:
+    return int(np.prod(list(arguments(cell)["mesh"].values()) or [1]))
+
+
+def starts(cell: Cell) -> bool:
+    """Whether `check` lets the cell's plan through."""
+    made = work.plan(world(cell), global_batch=12, **arguments(cell))
+    assert combinations.cell_of(made.decision) == cell
+    return not check(made, world(cell))
+
+
+RUNS = [
+    cell
+    for cell in itertools.starmap(Cell, itertools.product(SCHEDULES, DATA, RECOMPUTE, COMPILE, TENSOR))
+    if isinstance(combinations.verdict(cell), str) and world(cell) <= MOST_RANKS and starts(cell)
+]
+
+
+def covering(cells: list[Cell]) -> set[Cell]:
+    """A few cells with every pair of parts that any of them has, taken greedily; small worlds first."""
+
+    def pairs(cell: Cell) -> set[tuple[int, str, int, str]]:
+        return {(i, cell[i], j, cell[j]) for i, j in itertools.combinations(range(len(cell)), 2)}
+
+    missing = set().union(*map(pairs, cells))
+    chosen: set[Cell] = set()
+    while missing:
+        best = max(sorted(cells, key=world), key=lambda cell: len(pairs(cell) & missing) / world(cell))
+        chosen.add(best)
+        missing -= pairs(best)
+    return chosen
+
+
+CI = covering(RUNS)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, id="-".join(cell), marks=[] if cell in CI else pytest.mark.nightly) for cell in RUNS],
+)
+def test_a_cell_that_runs_gives_the_hand_written_loop(pool: Pool, tmp_path: Path, cell: Cell) -> None:
+    """fp64 logic tier: 1e-10 leaves rounding a factor of 1e5."""
+    asked = arguments(cell)
+    mesh = asked.pop("mesh") or {"dp_replicate": 1}
+    expected = reference(TIED, "fp64", "adamw")
+    results, tensors = trained(pool, tmp_path / "out", {"mesh": mesh, "shape": TIED, **asked})
+    for result in results:
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-10)
+        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-10)
+    assert worst(tensors, expected["tensors"], "grad/") < 1e-10
+    assert worst(tensors, expected["tensors"], "param/") < 1e-10
