@@ -10,6 +10,7 @@ from shardwise.events.sinks import Events, EventSink
 from shardwise.events.writer import EventWriter
 from shardwise.inputs.recipe import Change
 from shardwise.launch.run_folder import RunState, events_path
+from shardwise.plan.mesh import AXES
 from shardwise.plan.plan import Plan
 from shardwise.profiling.utilization import model_flops_utilization
 from shardwise.train.evaluate import Evaluation
@@ -132,9 +133,12 @@ class Journal:
 
 
 def summary(plan: Plan) -> str:
-    """One line: `4 ranks, zero 0, fp32, micro-batch 16 x 1`."""
+    """One line: `8 ranks (pp 2 x dp_shard 2 x tp 2), zero 1, 1f1b, recompute full, bf16, micro-batch 4 x 8`."""
     d = plan.decision
-    return (
-        f"{d.mesh.world} rank{'s' if d.mesh.world > 1 else ''}, zero {d.zero}, {d.precision}, "
-        f"micro-batch {d.micro_batch} x {d.accumulation}"
-    )
+    axes = [f"{name} {degree}" for name, degree in zip(AXES, d.mesh.degrees, strict=True) if degree > 1]
+    split = f" ({' x '.join(axes)})" if len(axes) > 1 or d.mesh.pp * d.mesh.tp > 1 else ""
+    parts = [f"{d.mesh.world} rank{'s' if d.mesh.world > 1 else ''}{split}"]
+    parts.append(f"zero {d.zero}")
+    parts += [d.schedule] if d.schedule != "none" else []
+    parts += [f"recompute {d.recompute}"] if d.recompute != "none" else []
+    return ", ".join([*parts, d.precision, f"micro-batch {d.micro_batch} x {d.accumulation}"])

@@ -73,7 +73,7 @@ def init(
 def build_optimizer(module: nn.Module, factory: Any) -> torch.optim.Optimizer:
     """`factory(module)` on the split parameters, checked. Raises: ModelError."""
     optimizer = factory(module) if not isinstance(factory, recipes.OptimizerSpec) else optimizers.build(factory, module)
-    setup.require_optimizer(optimizer, module, parallel_of(module).plan.decision.zero)
+    setup.require_optimizer(optimizer, module, parallel_of(module).plan.decision)
     return optimizer
 
 

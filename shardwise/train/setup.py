@@ -24,7 +24,7 @@ from shardwise.models.decoder import Decoder, initialize_decoder, next_token_sum
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
 from shardwise.plan import rule_of_thumb
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Decision, Plan
 from shardwise.train.loss import Loss
 
 Initialize = Callable[[nn.Module], None]
@@ -205,7 +205,7 @@ def obeying(plan: Plan, recipe: Recipe) -> Plan:
     return with_recipe(plan, recipe)
 
 
-def require_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, zero: int) -> None:
+def require_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, decision: Decision) -> None:
     """Raises: ModelError for an optimizer of other parameters, or one that is wrong on shards."""
     own = {id(p) for p in module.parameters()}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
@@ -215,11 +215,11 @@ def require_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, zero:
             why="it was built from the module before it was split",
             fix="optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=...): built from the m it is given",
         )
-    if zero == 3 and not optimizers.is_elementwise(optimizer):
+    if (decision.zero or decision.mesh.tp > 1) and not optimizers.is_elementwise(optimizer):
         raise ModelError(
             f"{type(optimizer).__name__} is not known to be element-wise.",
-            why="under zero = 3 each rank holds a part of every parameter, and the update would see only that part",
-            fix="use AdamW, Adam or SGD, or train.plan = { zero = 0 }",
+            why="each rank updates a part of every parameter, and the update would see only that part",
+            fix="use AdamW, Adam or SGD, or train.plan = { zero = 0, tp = 1 }",
         )
 
 

@@ -133,7 +133,7 @@ class Trainer:
         self.loss, self.state, self.inputs = loss, dict(state or {}), inputs
         self._open(settings.recipe(), plan if isinstance(plan, Plan) else None, model, fresh)
         self._take(optimizer(self.model))
-        setup.require_optimizer(self.optimizer, self.model, self.plan.decision.zero)
+        setup.require_optimizer(self.optimizer, self.model, self.plan.decision)
         self.schedule = schedule
 
     def _open(self, recipe: Recipe, plan: Plan | None, model: Any, fresh: bool) -> None:

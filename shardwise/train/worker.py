@@ -35,8 +35,11 @@ def main(arguments: list[str]) -> None:
 
 
 def sample(trainer: Trainer) -> str | None:
-    """Text that the model writes, greedy enough to read; None for a model that is not our decoder. Collective."""
-    if not isinstance(trainer.model, Decoder):
+    """Text that the model writes, greedy enough to read; None for a model that is not our decoder, or cut into stages.
+
+    Collective.
+    """
+    if not isinstance(trainer.model, Decoder) or trainer.parallel.pipeline is not None:
         return None
     generator = torch.Generator().manual_seed(trainer.plan.recipe.seed)
     prompt = torch.tensor([list(PROMPT)], dtype=torch.int64, device=trainer.device)
