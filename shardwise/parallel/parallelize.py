@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import ranks
+from shardwise import ranks, recompute
 from shardwise.errors import BadInput, ModelError
 from shardwise.inputs.recipe import ModelSpec
 from shardwise.models import inspect
@@ -124,7 +124,10 @@ def parallelize(
     held = set(module.modules())
     units, fp32_modules = [u for u in units if u in held], [m for m in fp32_modules if m in held]
     ties = kept_ties(ties, module)
-    # 4. Compile each block before anything wraps it: blocks of one shape share one compilation.
+    # 4. Recompute, then compile each block before anything wraps it: blocks of one shape share one compilation.
+    if decision.recompute != "none":
+        for block in units:
+            recompute.wrap(block, decision.recompute)
     if decision.compile == "blocks":
         for block in units:
             block.compile()
@@ -132,17 +135,14 @@ def parallelize(
     units = [unit for unit in precision.outside(units, fp32_modules) if unit not in fp32_modules]
     # 5. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.
     gradients: data_parallel.GradientSum = data_parallel.SingleProcess()
-    if decision.zero == 3 and mesh.device_mesh is not None:
-        gradients = data_parallel.full_shard(
-            module, units, fp32_modules, mesh=mesh.device_mesh, compute=decision.precision
-        )
+    if decision.zero and mesh.device_mesh is not None:
+        gradients = data_parallel.apply(module, pipe.stages, units, fp32_modules, mesh, decision)
         place(module, device, module.to_empty, initialize)
     else:
         place(module, device, partial(empty_on, module), initialize)
         if precision.is_mixed(decision.precision):
             precision.apply_compute_copies(module, units, fp32_modules, decision.precision)
-        if mesh.degree("dp_replicate") > 1:
-            gradients = data_parallel.replicated(module, decision.bucket_cap_mb)
+        gradients = data_parallel.apply(module, pipe.stages, units, fp32_modules, mesh, decision)
     if pipe.ties is not None:
         pipe.ties.start()
     if precision.is_mixed(decision.precision):

@@ -4,13 +4,15 @@ Under zero = 3 torch's MixedPrecisionPolicy does it; elsewhere ComputeCopies doe
 bf16 means the same on one process, on replicated and on sharded ranks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwise import recompute
 from shardwise.errors import ModelError
 from shardwise.torch_private import parameter_slots, tree_map
 
@@ -106,8 +108,22 @@ class ComputeCopies:
         self.masters: list[tuple[nn.Module, str, nn.Parameter]] = []
         unit.register_forward_pre_hook(self.enter, with_kwargs=True)
         unit.register_forward_hook(self.leave, always_call=True)
+        recompute.during(unit, self.swapped)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Copies in place once more, of the same values, for a block that runs again in backward."""
+        self.put_copies()
+        try:
+            yield
+        finally:
+            self.put_masters()
 
     def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.put_copies()
+        return cast_floats(args, self.param_dtype), cast_floats(kwargs, self.param_dtype)
+
+    def put_copies(self) -> None:
         # One copy for each parameter, however many names it has, so that tied weights stay one.
         copies: dict[nn.Parameter, torch.Tensor] = {}
         for owner in self.owners:
@@ -119,12 +135,14 @@ class ComputeCopies:
                 self.masters.append((owner, name, parameter))
         for owner, name, parameter in self.masters:
             parameter_slots(owner)[name] = copies[parameter]
-        return cast_floats(args, self.param_dtype), cast_floats(kwargs, self.param_dtype)
 
-    def leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def put_masters(self) -> None:
         for owner, name, parameter in self.masters:
             parameter_slots(owner)[name] = parameter
         self.masters.clear()
+
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        self.put_masters()
         return output if self.output_dtype is None else cast_floats(output, self.output_dtype)
 
 
