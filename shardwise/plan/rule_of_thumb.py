@@ -425,7 +425,7 @@ def _with_micro_batch(
 
 
 def _whole_rounds(count: int, pp: int, each: int) -> int:
-    """A multiple of pp near `count`, which interleaved schedules take; `count` where a rank has fewer samples than pp."""
+    """A multiple of pp near `count`, which interleaved schedules take; `count` where samples are fewer than pp."""
     more = math.ceil(count / pp) * pp
     if more <= each:
         return more
