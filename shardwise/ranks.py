@@ -6,7 +6,8 @@ Every function works without a process group, as a world of one. Values cross as
 import atexit
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -21,9 +22,27 @@ from shardwise.errors import ShardwiseError
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 
 
+_pretending = False
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    """This process stands for one rank of a group that is not there: every rank says what this one says, on the CPU.
+
+    For a dry run, which checks afterwards that the ranks' collectives match. What it cannot see is a rank that would
+    say something else; names and layouts, which cross this way, are equal in a right program.
+    """
+    global _pretending
+    before, _pretending = _pretending, True
+    try:
+        yield
+    finally:
+        _pretending = before
+
+
 def device_kind() -> str:
     """`cuda` where torch sees a GPU, else `cpu`: the one place that chooses."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() and not _pretending else "cpu"
 
 
 def start(identity: ProcessIdentity | None = None, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> torch.device:
@@ -92,8 +111,8 @@ def all_reduce_sum(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 def gather_json(value: Any) -> list[Any]:
     """Every rank's JSON value, in rank order, on every rank. Collective."""
-    if not dist.is_initialized():
-        return [msgspec.json.decode(msgspec.json.encode(value))]
+    if _pretending or not dist.is_initialized():
+        return [msgspec.json.decode(msgspec.json.encode(value)) for _ in range(world())]
     raw, device = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8), wire_device()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world())]
     dist.all_gather(sizes, torch.tensor([raw.numel()], device=device))

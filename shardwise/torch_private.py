@@ -3,7 +3,8 @@
 What begins with an underscore in torch, and why it is used:
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils import signal_handling
 
 # Base classes, to find every batch normalisation and every dropout by type.
 BatchNorm = _BatchNorm
 Dropout = _DropoutNd
+
+# A mode that sees every operator with its arguments, below autograd.
+OperatorMode = TorchDispatchMode
+# The operator behind every `.item()`, `.tolist()` and `bool()` of a tensor.
+READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -113,3 +120,50 @@ def backward_to_weights(weights: list[nn.Parameter], rest: list[Any]) -> None:
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(iter(weights), rest)
+
+
+def fake_store() -> Any:
+    """What a fake process group is made with; importing it registers the backend `fake`, which answers at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def group_of_name(name: str) -> Any:
+    """The process group that functional collectives call by this name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+@contextmanager
+def storage_resizes(seen: Callable[[Any], None]) -> Iterator[None]:
+    """Call `seen(storage)` after every resize, which no operator shows: FSDP2 frees and regrows whole weights so."""
+    before = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        result = before(storage, size)
+        seen(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
+
+
+def gathered(unit: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What an FSDP2 unit holds whole beside its shards: parameters that have storage, and gradients not yet reduced."""
+    parameters: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for one in group.fsdp_params:
+            whole = getattr(one, "_unsharded_param", None)
+            if whole is None:
+                continue
+            if all(output.untyped_storage().size() for output in one.all_gather_outputs):
+                parameters.append(whole)
+            found = (whole.grad, one.unsharded_accumulated_grad)
+            gradients.extend(gradient for gradient in found if gradient is not None)
+    return parameters, gradients

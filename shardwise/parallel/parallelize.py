@@ -172,7 +172,8 @@ def place(
     if initialize is not None:
         give_storage(device=device)
         initialize(module)
-    module.to(device)
+    if any(tensor.device != device for tensor in [*module.parameters(), *module.buffers()]):
+        module.to(device)
 
 
 def empty_on(module: nn.Module, device: torch.device) -> None:

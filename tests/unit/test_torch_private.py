@@ -116,3 +116,26 @@ def test_a_backward_in_two_halves_gives_the_gradients_of_one(scalar: bool) -> No
         torch_private.backward_to_weights(weights, rest)
     for found, wanted in zip([received.grad, *(w.grad for w in weights)], expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_storage_that_changes_its_size_is_seen_and_the_method_is_torchs_own_again() -> None:
+    seen: list[int] = []
+    tensor, before = torch.zeros(4), torch.UntypedStorage.resize_
+    with torch_private.storage_resizes(lambda storage: seen.append(storage.nbytes())):
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(16)
+    assert seen == [0, 16]
+    assert torch.UntypedStorage.resize_ is before
+
+
+def test_a_fake_group_answers_at_once_and_is_found_by_its_name() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("fake", rank=3, world_size=512, store=torch_private.fake_store())
+    try:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [1.0, 1.0]
+        assert torch_private.group_of_name(dist.group.WORLD.group_name).size() == 512
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,181 @@
+"""Which bytes are live, of what kind, when: every storage from its birth to its death, counted once.
+
+A `Watch` sees each operator's results, so it counts what tensors hold, on real and on fake ones
+alike: no allocator's rounding, no workspace inside a kernel. What a storage is may show late (a result turns out to be
+a gradient), so births and deaths are written down as they come and are added up by category at the end.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.torch_private import READS_A_NUMBER, OperatorMode, parameter_slots, storage_resizes, tree_leaves
+from shardwise.verify.traffic import Traffic
+from shardwise.verify.values import CATEGORIES, PHASES, LiveBytes, Phase, PhaseBytes
+
+# Where a storage is several things, the first of these counts.
+PRECEDENCE = ("parameters", "gradients", "states", "gathered", "activations", "communication", "other")
+_OTHER = PRECEDENCE.index("other")
+_STANDS_AT_ITS_END = ("built", "rest")
+
+
+class Ledger:
+    """Births, resizes and deaths of storages in order, and the phases between them."""
+
+    def __init__(self) -> None:
+        self.phase: Phase = "built"
+        self.changes: list[tuple[int, int]] = []  # (storage's number, bytes more or less)
+        self.marks: list[tuple[int, Phase]] = [(0, "built")]  # (how many changes came before, phase)
+        self.kinds: list[int] = []  # by storage's number: a position in PRECEDENCE
+        self._first = 0  # of the marks that count
+        self._sizes: list[int] = []
+        self._numbers: dict[int, int] = {}  # of live storages, by identity
+
+    def enter(self, phase: Phase) -> None:
+        if phase != self.phase:
+            self.phase = phase
+            self.marks.append((len(self.changes), phase))
+
+    def begin(self) -> None:
+        """Phases count from here on; of what came before, `built` alone."""
+        self._first = len(self.marks)
+
+    def see(self, tensor: torch.Tensor, kind: str = "other") -> None:
+        """Count a tensor's storage from now on, unless it is known; `kind` counts if it comes first in PRECEDENCE."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        storage, rank = tensor.untyped_storage(), PRECEDENCE.index(kind)
+        number = self._numbers.get(id(storage))
+        if number is None:
+            number = self._numbers[id(storage)] = len(self.kinds)
+            self.kinds.append(rank)
+            self._sizes.append(storage.nbytes())
+            self.changes.append((number, storage.nbytes()))
+            weakref.finalize(storage, self._died, id(storage)).atexit = False
+        elif rank < self.kinds[number]:
+            self.kinds[number] = rank
+
+    def resized(self, storage: Any) -> None:
+        number = self._numbers.get(id(storage))
+        if number is not None and storage.nbytes() != self._sizes[number]:
+            self.changes.append((number, storage.nbytes() - self._sizes[number]))
+            self._sizes[number] = storage.nbytes()
+
+    def _died(self, identity: int) -> None:
+        number = self._numbers.pop(identity)
+        self.changes.append((number, -self._sizes[number]))
+
+    def phases(self) -> tuple[PhaseBytes, ...]:
+        """The fullest moment of each phase that was entered; of `built` and `rest` their last."""
+        live, fullest = [0] * len(PRECEDENCE), dict[Phase, list[int]]()
+        ends = [position for position, _ in self.marks[1:]] + [len(self.changes)]
+        for index, ((start, phase), end) in enumerate(zip(self.marks, ends, strict=True)):
+            best, top = list(live), sum(live)
+            total = top
+            for number, more in self.changes[start:end]:
+                live[self.kinds[number]] += more
+                total += more
+                if total > top or phase in _STANDS_AT_ITS_END:
+                    best, top = list(live), total
+            if index < self._first and phase != "built":
+                continue
+            if phase not in fullest or top > sum(fullest[phase]) or phase in _STANDS_AT_ITS_END:
+                fullest[phase] = best
+        return tuple(PhaseBytes(phase, _named(fullest[phase])) for phase in PHASES if phase in fullest)
+
+
+def _named(by_kind: list[int]) -> LiveBytes:
+    return LiveBytes(**{name: by_kind[PRECEDENCE.index(name)] for name in CATEGORIES})
+
+
+class Watch(OperatorMode):
+    """Writes down what operators make and what crosses between ranks, as long as it is entered.
+
+    `number_for` answers a host read of a fake tensor's value (None: the tensor is real and is read).
+    """
+
+    def __init__(self, number_for: Callable[[torch.Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.ledger, self.traffic, self.number_for = Ledger(), Traffic(), number_for
+        self._hooked: Any = WeakIdKeyDictionary()  # tensors compare by value, so no WeakSet
+
+    def enter(self, phase: Phase) -> None:
+        self.ledger.enter(phase)
+        self.traffic.phase = phase
+
+    def begin(self) -> None:
+        """Forget what came before, but not what is live: the step that counts begins."""
+        self.ledger.begin()
+        self.traffic.calls.clear()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it takes itself apart, and its local operators come here
+        if self.number_for is not None and operator is READS_A_NUMBER:
+            return self.number_for(args[0])
+        result = operator(*args, **(kwargs or {}))
+        crossing = self.traffic.note(operator, args, result)
+        # In a backward pass autograd records only where a forward is run again.
+        again = self.ledger.phase == "backward" and torch.is_grad_enabled()
+        kind = "communication" if crossing else "activations" if again else "other"
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.ledger.see(leaf, kind)
+        for leaf in crossing:
+            self.ledger.see(leaf, "communication")
+        return result
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """What operators do not show: what is saved for backward, gathered weights, storages that change size."""
+        with ExitStack() as stack:
+            handle = register_module_forward_pre_hook(self._before_forward)
+            stack.callback(handle.remove)
+            stack.enter_context(storage_resizes(self.ledger.resized))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor))
+            yield
+
+    def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.ledger.see(tensor, "activations")
+        return tensor
+
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        """What stands in a parameter's slot now: itself, or a copy that is whole or of another dtype."""
+        for tensor in parameter_slots(module).values():
+            if tensor is not None:
+                self.ledger.see(tensor, "gathered")
+                self.gradient_of(tensor)
+
+    def parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self.ledger.see(parameter, "parameters")
+            self.gradient_of(parameter)
+
+    def gradient_of(self, tensor: torch.Tensor) -> None:
+        """Count this leaf's gradient as one from where it is made."""
+        if tensor.is_leaf and tensor.requires_grad and tensor not in self._hooked:
+            self._hooked[tensor] = True
+            tensor.register_hook(self._gradient)
+
+    def _gradient(self, gradient: torch.Tensor) -> None:
+        self.ledger.see(gradient, "gradients")
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """After a step's backward: what lies in `.grad`."""
+        for parameter in parameters:
+            self.ledger.see(parameter, "parameters")  # FSDP2 pads shards before its first forward
+            if parameter.grad is not None:
+                self.ledger.see(parameter.grad, "gradients")
+
+    def states(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self.ledger.see(value, "states")
