@@ -167,3 +167,20 @@ def gathered(unit: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             found = (whole.grad, one.unsharded_accumulated_grad)
             gradients.extend(gradient for gradient in found if gradient is not None)
     return parameters, gradients
+
+
+def products_and_attention() -> frozenset[Any]:
+    """The operators that matrix products and attention come down to, our own linear layer's among them."""
+    aten = torch.ops.aten
+    found = {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+    return frozenset(found | {onednn_linear_operator().default} if has_onednn_linear() else found)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.torch_private import has_onednn_linear, onednn_linear_operator
+from shardwise.torch_private import products_and_attention
 
 Kind = Literal["selective", "full"]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -70,25 +70,8 @@ def during(block: nn.Module, context: Context) -> None:
         block.forward.during.append(context)
 
 
-def _kept_operators() -> set[Any]:
-    aten = torch.ops.aten
-    found = {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_fused_attention_overrideable.default,
-    }
-    # Our own linear layer's product, which autograd sees as one function.
-    return found | {onednn_linear_operator().default} if has_onednn_linear() else found
-
-
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_KEPT = _kept_operators()
+_KEPT = products_and_attention()

@@ -139,3 +139,40 @@ def test_a_fake_group_answers_at_once_and_is_found_by_its_name() -> None:
         assert torch_private.group_of_name(dist.group.WORLD.group_name).size() == 512
     finally:
         dist.destroy_process_group()
+
+
+def test_products_and_attention_are_the_operators_that_autograd_runs() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, 3, 4, 4, requires_grad=True)
+    with Watch():
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        nn.Linear(4, 4)(x)
+    kept = torch_private.products_and_attention()
+    assert len([func for func in seen if func in kept]) == 2
+
+
+def test_what_a_sharded_unit_holds_whole_is_found() -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        unit = fully_shard(nn.Linear(3, 2), reshard_after_forward=False)
+        assert torch_private.gathered(unit) == ([], [])
+        unit.set_requires_gradient_sync(False)
+        unit.set_reshard_after_backward(False)
+        unit(torch.ones(1, 3)).sum().backward()
+        parameters, gradients = torch_private.gathered(unit)
+        assert [p.numel() for p in parameters] == [g.numel() for g in gradients] == [6, 2]
+        unit.reshard()
+        assert torch_private.gathered(unit)[0] == []
+    finally:
+        dist.destroy_process_group()
