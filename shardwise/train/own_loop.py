@@ -32,6 +32,8 @@ def init(
     seed: int = 0,
     unused_parameters: tuple[str, ...] = (),
     mixes_samples: str = "refuse",
+    roles: Mapping[str, str] | None = None,
+    sequence_parallel: str | bool = "auto",
 ) -> Plan:
     """Join the ranks and return the Plan for the world that came.
 
@@ -55,6 +57,8 @@ def init(
             "given": "own loop",
             "unused_parameters": unused_parameters,
             "mixes_samples": mixes_samples,
+            "roles": dict(roles or {}),
+            "sequence_parallel": sequence_parallel,
         },
         "data": {"given": "own loop"},
         "batch": {"global_batch": global_batch or ranks.world(), "micro_batch": micro_batch},

@@ -53,6 +53,9 @@ class Settings:
     sync_batchnorm: bool
     mixes_samples: str
     unused_parameters: tuple[str, ...]
+    roles: Mapping[str, str]
+    sequence_parallel: str | bool
+    guard_every_steps: int
 
     def recipe(self) -> Recipe:
         """The Recipe of these keywords: the same checks as for a file. Raises: RecipeError."""
@@ -62,14 +65,15 @@ class Settings:
             "model": {
                 "given": self.model, "blocks": self.blocks, "fp32_modules": self.fp32_modules,
                 "sync_batchnorm": self.sync_batchnorm, "mixes_samples": self.mixes_samples,
-                "unused_parameters": self.unused_parameters,
+                "unused_parameters": self.unused_parameters, "roles": dict(self.roles),
+                "sequence_parallel": self.sequence_parallel,
             },
             "data": {"given": self.data},
             "batch": {"micro_batch": self.micro_batch, **self._batch()},
             "optimizer": {"clip_norm": "off" if self.clip_norm is None else self.clip_norm},
             "train": {
                 "precision": self.precision, "plan": _plan_keys(self.plan),
-                "evaluate_every_steps": self.evaluate_every_steps,
+                "evaluate_every_steps": self.evaluate_every_steps, "guard_every_steps": self.guard_every_steps,
             },
             "checkpoint": msgspec.to_builtins(self.checkpoint),
             "log": self.log,

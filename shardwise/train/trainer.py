@@ -116,6 +116,9 @@ class Trainer:
         sync_batchnorm: bool = False,
         mixes_samples: str = "refuse",
         unused_parameters: Sequence[str] = (),
+        roles: Mapping[str, str] | None = None,
+        sequence_parallel: str | bool = "auto",
+        guard_every_steps: int = 100,
     ) -> None:
         WHERE.phase = "setup"
         failure.install()
@@ -128,7 +131,8 @@ class Trainer:
             micro_batch=micro_batch, precision=precision, clip_norm=clip_norm, seed=seed, plan=plan,
             run=setup.run_name(run), checkpoint=checkpoint, log=tuple(log), fp32_modules=tuple(fp32_modules),
             evaluate_every_steps=evaluate_every_steps, sync_batchnorm=sync_batchnorm, mixes_samples=mixes_samples,
-            unused_parameters=tuple(unused_parameters),
+            unused_parameters=tuple(unused_parameters), roles=roles or {}, sequence_parallel=sequence_parallel,
+            guard_every_steps=guard_every_steps,
         )  # fmt: skip
         self.loss, self.state, self.inputs = loss, dict(state or {}), inputs
         self._open(settings.recipe(), plan if isinstance(plan, Plan) else None, model, fresh)
