@@ -184,3 +184,26 @@ def products_and_attention() -> frozenset[Any]:
         aten._scaled_dot_product_fused_attention_overrideable.default,
     }
     return frozenset(found | {onednn_linear_operator().default} if has_onednn_linear() else found)
+
+
+def selective_contexts() -> tuple[Any, Any]:
+    """torch's contexts for selective recompute that keep `products_and_attention`; all else runs again unlooked at.
+
+    torch's own second context counts every operator, and raises where a sharded module inside the block gathers in one
+    of the two forwards and not in the other.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, create_selective_checkpoint_contexts
+
+    kept = products_and_attention()
+
+    class Reuse(_CachedTorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func not in kept:
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, second = create_selective_checkpoint_contexts(policy)
+    return first, Reuse(policy, second.storage)

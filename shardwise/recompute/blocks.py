@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from shardwise.torch_private import products_and_attention
+from shardwise.torch_private import selective_contexts
 
 Kind = Literal["selective", "full"]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -42,7 +42,7 @@ class Recomputed:
         """Around the first forward and around the second."""
         if self.kind == "full":
             return nullcontext(), self._again(nullcontext())
-        first, second = create_selective_checkpoint_contexts(_policy)
+        first, second = selective_contexts()
         return first, self._again(second)
 
     @contextmanager
@@ -68,10 +68,3 @@ def during(block: nn.Module, context: Context) -> None:
     """
     if isinstance(block.forward, Recomputed):
         block.forward.during.append(context)
-
-
-def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_KEPT = products_and_attention()

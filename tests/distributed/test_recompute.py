@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import recompute
 from shardwise.models.decoder import Decoder, initialize_decoder
 from shardwise.parallel import precision
-from shardwise.recompute import blocks
+from shardwise.torch_private import products_and_attention
 from tests.distributed import work
 from tests.distributed.pool import Pool
 from tests.distributed.test_parity import STEPS, trained, worst
@@ -32,7 +32,7 @@ class Kept(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in blocks._KEPT:
+        if func in products_and_attention():
             first = out[0] if isinstance(out, tuple) else out
             self.bytes += first.numel() * first.element_size()
         return out
