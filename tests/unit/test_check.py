@@ -46,16 +46,6 @@ BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
     ("tp_runs", ["train.plan.tp=2"], SMALL, CPU, 4),
     ("cp_runs", ["train.plan.cp=2"], SMALL, CPU, 4),
     ("ep_runs", ["train.plan.ep=2", "train.plan.zero=3"], SMALL, CPU, 4),
-    ("zero_stage_runs", ["train.plan.zero=1"], SMALL, CPU, 4),
-    ("zero_stage_runs", ["train.plan.zero=2"], SMALL, CPU, 4),
-    (
-        "hybrid_sharding_runs",
-        ["train.plan.zero=3", "train.plan.dp_replicate=2", "train.plan.dp_shard=2"],
-        SMALL,
-        CPU,
-        4,
-    ),
-    ("recompute_runs", ["train.plan.recompute=selective"], SMALL, CPU, 2),
     ("offload_runs", ["train.plan.offload=cpu"], SMALL, CPU, 2),
     ("compression_runs", ["train.plan.compression=powersgd"], SMALL, CPU, 2),
     ("buckets_need_whole_copies", ["train.plan.zero=3", "train.plan.bucket_cap_mb=25"], SMALL, CPU, 4),
@@ -211,7 +201,7 @@ def test_any_change_of_a_degree_breaks_the_product() -> None:
 
 
 def test_requiring_a_broken_plan_raises_all_of_it_at_once() -> None:
-    planned, found = made(["train.plan.recompute=full", "train.plan.offload=cpu"], SMALL, CPU, 2)
+    planned, found = made(["train.plan.compression=powersgd", "train.plan.offload=cpu"], SMALL, CPU, 2)
     assert len(found) == 2
     with pytest.raises(PlanInfeasible) as raised:
         require(planned, 2)
