@@ -1,0 +1,55 @@
+"""Whole runs of every split: the same values on every rank, resumed to the bit, evaluated, in own loops."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.pool import Pool
+
+RUNS = "tests.distributed.split_runs"
+SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 1": (3, {"zero": 1}),
+    "zero 2": (2, {"zero": 2}),
+    "hybrid": (4, {"zero": 3, "dp_replicate": 2, "dp_shard": 2}),
+    "pp": (2, {"pp": 2}),
+    "pp interleaved": (2, {"pp": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}),
+    "pp and zero 1": (4, {"pp": 2, "zero": 1}),
+    "zbv": (2, {"pp": 2, "schedule": "zbv", "stages_per_rank": 2}),
+    "tp": (2, {"tp": 2}),
+    "tp and zero 3": (4, {"tp": 2, "zero": 3}),
+    "pp and tp": (4, {"pp": 2, "tp": 2}),
+    "recompute": (2, {"zero": 3, "recompute": "full"}),
+}
+SPLIT = pytest.mark.parametrize("split", SPLITS)
+
+
+@SPLIT
+def test_a_resumed_run_gives_the_bits_of_one_that_was_never_stopped(pool: Pool, tmp_path: Path, split: str) -> None:
+    """With dropout, after the first step, in the middle and before the last."""
+    world, plan = SPLITS[split]
+    unbroken = pool.run(world, f"{RUNS}:run", folder=str(tmp_path / "a"), plan=plan, breaks=[])
+    broken = pool.run(world, f"{RUNS}:run", folder=str(tmp_path / "b"), plan=plan, breaks=[1, 3, 5])
+    assert broken == unbroken
+    for rank in unbroken:
+        assert rank["losses"] == unbroken[0]["losses"] and rank["norms"] == unbroken[0]["norms"]
+        assert rank["evaluated"] == unbroken[0]["evaluated"]
+
+
+@SPLIT
+def test_named_losses_and_metrics_are_one_process_on_every_rank(pool: Pool, tmp_path: Path, split: str) -> None:
+    one = pool.run(1, f"{RUNS}:named_losses", folder=str(tmp_path / "one"), plan={})[0]
+    world, plan = SPLITS[split]
+    for told in pool.run(world, f"{RUNS}:named_losses", folder=str(tmp_path / "many"), plan=plan):
+        for found, expected in zip(told["losses"] + told["metrics"], one["losses"] + one["metrics"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-10)
+        np.testing.assert_allclose(told["norms"], one["norms"], rtol=1e-10)
+
+
+@SPLIT
+def test_an_own_loop_is_one_process(pool: Pool, split: str) -> None:
+    one = pool.run(1, f"{RUNS}:own_loop", plan={})[0]
+    world, plan = SPLITS[split]
+    for told in pool.run(world, f"{RUNS}:own_loop", plan=plan):
+        np.testing.assert_allclose(told, one, rtol=1e-10)
