@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise import ranks
 from shardwise.errors import ModelError, PlanInfeasible
@@ -18,7 +19,7 @@ from shardwise.parallel.device_mesh import Mesh
 from shardwise.parallel.staging import Stage
 from shardwise.plan import schedules
 from shardwise.plan.schedules import Action, Message, Span, Table
-from shardwise.torch_private import backward_to_input, backward_to_weights, tree_leaves
+from shardwise.torch_private import backward_to_input, backward_to_weights, tree_leaves, unsafe_view
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MOST_DIMS = 14
@@ -116,6 +117,8 @@ class Pipeline:
         _Run(self, self._route(count, training=False), call, None, signature).run()
 
     def _route(self, count: int, *, training: bool) -> Route:
+        if training and self.schedule in schedules.SPLIT_BACKWARD:
+            self._refuse_sharded_stages()
         if (count, training) not in self.routes:
             shape = (self.schedule, self.pp, self.stages_per_rank, count)
             if training and (problem := schedules.requires(*shape)):
@@ -124,6 +127,14 @@ class Pipeline:
             channels = schedules.channels(tables, self.schedule, self.count)
             self.routes[count, training] = Route(tables, schedules.timeline(tables, self.count), channels)
         return self.routes[count, training]
+
+    def _refuse_sharded_stages(self) -> None:
+        if any(isinstance(inner, FSDPModule) for stage in self.stages.values() for inner in stage.modules()):
+            raise PlanInfeasible(
+                f"{self.schedule} with a sharded stage.",
+                why="its backward to the weights runs none of the hooks by which sharded gradients are reduced",
+                fix='train.plan.schedule = "1f1b", or dp_replicate in place of dp_shard',
+            )
 
     def shares_weights(self) -> bool:
         """Whether two of this rank's stages hold one parameter."""
@@ -182,7 +193,9 @@ class _Run:
         if not stage.first:
             received = self._take(action).detach()
             received.requires_grad_(self.before_backward is not None)
-        output = self.call(stage, action.micro, received)
+        # A leaf may not be changed in place, and a block's first layer may do that with its input.
+        given = unsafe_view(received, tuple(received.shape)) if received is not None else None
+        output = self.call(stage, action.micro, given)
         if self.before_backward is not None:
             self.held[action.stage, action.micro] = _Held(received, output)
         if not stage.last:
@@ -223,7 +236,7 @@ class _Run:
         message = schedules.sent_by(action, self.pipeline.count)
         receiver = self._rank_of(message.stage)
         if receiver == self.pipeline.here:
-            self.inbox[message] = (None, tensor)
+            self.inbox[message] = (None, tensor.clone())  # the stage that made it may need it as it was
             return
         taken = self._taken_at(message)
         if message.kind == "hidden" and self._shape_is_news(message, tensor):

@@ -10,8 +10,11 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from shardwise import ranks
+from shardwise.errors import PlanInfeasible
 from shardwise.inputs.arch import Arch
 from shardwise.models.decoder import Decoder, next_token_sums
 from shardwise.parallel import device_mesh, staging
@@ -106,9 +109,12 @@ def build(kind: str, blocks: int, tied: bool) -> tuple[nn.Module, str]:
     elif kind == "positions":
         made = LearnedPositions(blocks, tied), "transformer.h"
     else:
-        before, after = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()), nn.Linear(HIDDEN, HIDDEN)
-        made = staging.Split(before, [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
-                                      for _ in range(blocks)], after), "blocks"  # fmt: skip
+        before = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
+        parts = [
+            nn.Sequential(nn.LeakyReLU(inplace=True), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+            for _ in range(blocks)
+        ]
+        made = staging.Split(before, parts, nn.Linear(HIDDEN, HIDDEN)), "blocks"
     return made[0].double(), made[1]
 
 
@@ -251,3 +257,15 @@ def planted(fault: str, run: Run) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def sharded_under_zero_bubble() -> str:
+    """What a train step says where a stage is an FSDP unit."""
+    run = Run("decoder", "interleaved-zb", 1, 4, False)
+    mesh = init_device_mesh("cpu", (ranks.world(), 1), mesh_dim_names=("pp", "dp_shard"))["dp_shard"]
+    fully_shard(run.stages[0], mesh=mesh)
+    try:
+        run.step(4)
+    except PlanInfeasible as error:
+        return str(error)
+    return ""

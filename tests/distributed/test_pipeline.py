@@ -87,3 +87,9 @@ def test_under_zbv_both_ends_of_a_tie_are_one_parameter(pool: Pool) -> None:
 def test_a_planted_fault_is_seen(pool: Pool, fault: str) -> None:
     found = run(pool, 2, kind="decoder", schedule="gpipe", micros=4, tied=True, fault=fault)
     assert worst(found) > 1e-6
+
+
+def test_a_sharded_stage_is_refused_under_a_split_backward(pool: Pool) -> None:
+    """torch's classes give wrong gradients here, without a word."""
+    found = pool.run(2, "tests.distributed.pipeline_work:sharded_under_zero_bubble")
+    assert all("schedule" in text and "fix:" in text for text in found)
