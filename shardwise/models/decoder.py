@@ -3,11 +3,13 @@
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from shardwise.inputs.arch import Arch
 from shardwise.models.counter_rng import fill_normal_
 from shardwise.models.linear import Linear
+from shardwise.models.sharded_loss import sharded_cross_entropy
 from shardwise.names import canonical
 
 IGNORED_LABEL = -100
@@ -203,14 +205,18 @@ def initialize_decoder(module: nn.Module, seed: int) -> None:
 def next_token_sums(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of cross entropies (nats) over the labels that are not -100, and how many they are.
 
-    `labels[b, s]` is the token that follows position s. Half-precision logits are summed in fp32.
+    `labels[b, s]` is the token that follows position s. Half-precision logits are summed in fp32. Logits that are a
+    DTensor over the vocabulary (tensor parallel) are never gathered.
     Shapes: [B, S, V], [B, S] -> [], [].
     """
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
+    counted = (labels != IGNORED_LABEL).sum()
+    if isinstance(logits, DTensor):
+        return sharded_cross_entropy(logits, labels, IGNORED_LABEL), counted
     flat = logits.flatten(0, 1)  # [B, S, V] -> [B * S, V]
     total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    return total, (labels != IGNORED_LABEL).sum()
+    return total, counted
 
 
 @torch.no_grad()
@@ -236,7 +242,9 @@ def generate(
     try:
         for _ in range(count):
             window = tokens if longest is None else tokens[:, -longest:]
-            logits = model(window)[:, -1, :vocabulary].float()  # [B, S, V] -> [B, V]
+            outputs = model(window)
+            outputs = outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
+            logits = outputs[:, -1, :vocabulary].float()  # [B, S, V] -> [B, V]
             if temperature == 0:
                 following = logits.argmax(dim=-1, keepdim=True)
             else:

@@ -14,11 +14,12 @@ from shardwise.errors import BadInput, ModelError
 from shardwise.inputs.recipe import ModelSpec
 from shardwise.models import inspect
 from shardwise.names import canonical
-from shardwise.parallel import data_parallel, device_mesh, precision
+from shardwise.parallel import data_parallel, device_mesh, precision, roles, tensor_parallel
 from shardwise.parallel.device_mesh import Mesh
 from shardwise.parallel.outline import ties_across
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.staging import Stage, split
+from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.parallel.ties import Ties
 from shardwise.plan import check, schedules
 from shardwise.plan.plan import Decision, Plan
@@ -33,13 +34,20 @@ class Parallel:
     """
 
     def __init__(
-        self, plan: Plan, module: nn.Module, mesh: Mesh, gradients: data_parallel.GradientSum, pipe: "Pipe"
+        self,
+        plan: Plan,
+        module: nn.Module,
+        mesh: Mesh,
+        gradients: data_parallel.GradientSum,
+        pipe: "Pipe",
+        tensor: TensorParallel | None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.gradients = gradients
         self.pipeline, self.ties = pipe.pipeline, pipe.ties
-        self.draws_apart = False
+        self.tensor = tensor
+        self.draws_apart = tensor is not None and tensor.sequence
         self.device = ranks.device()
         self.data_coord = plan.decision.mesh.data_coord(ranks.rank())
         self.speaks = mesh.index("tp") == 0 and mesh.index("cp") == 0 and (pipe.pipeline is None or pipe.pipeline.last)
@@ -53,6 +61,8 @@ class Parallel:
     def finish_gradients(self) -> None:
         """After the last backward of a step: every gradient is the sum over all ranks. Collective."""
         self.gradients.finish()
+        if self.tensor is not None:
+            self.tensor.finish()
         if self.ties is not None:
             self.ties.finish()
 
@@ -96,11 +106,13 @@ def parallelize(
     *,
     blocks: str = "auto",
     initialize: Callable[[nn.Module], None] | None = None,
+    vocabulary_loss: bool = False,
 ) -> nn.Module:
     """Make `module` obey `plan`, in place, and return it.
 
     Once a module, and several modules may share a plan (a GAN's two). Build the optimizer afterwards. `initialize`, for
-    a module built on the meta device, fills each rank's own shards.
+    a module built on the meta device, fills each rank's own shards. `vocabulary_loss`: under tensor parallel the loss
+    takes logits as a DTensor over the vocabulary, as sw.next_token_sums does; else it gets them whole.
 
     Collective. Raises: PlanInfeasible, ModelError.
     """
@@ -119,12 +131,19 @@ def parallelize(
     precision.to_master(module, decision.precision)
     fp32_modules = precision.select_fp32_modules(module, recipe.model.fp32_modules)
     units = inspect.find_blocks(module, blocks).blocks
+    split_roles = roles.of(module, units, recipe.model.roles) if mesh.degree("tp") > 1 else None
     # 3. A pipeline's stages: what other ranks hold is dropped here, and every name stays.
     pipe = cut(module, units, decision, mesh)
     held = set(module.modules())
     units, fp32_modules = [u for u in units if u in held], [m for m in fp32_modules if m in held]
     ties = kept_ties(ties, module)
-    # 4. Recompute, then compile each block before anything wraps it: blocks of one shape share one compilation.
+    # 4. Tensor parallel: each rank computes with its part of the weights.
+    tensor: TensorParallel | None = None
+    if split_roles is not None:
+        tensor = tensor_parallel.apply(
+            module, split_roles, mesh, sequence=recipe.model.sequence_parallel, vocabulary_loss=vocabulary_loss
+        )
+    # 5. Recompute, then compile each block before anything wraps it: blocks of one shape share one compilation.
     if decision.recompute != "none":
         for block in units:
             recompute.wrap(block, decision.recompute)
@@ -133,7 +152,7 @@ def parallelize(
             block.compile()
     # What lies in a module kept in fp32 is fp32 with it, blocks too.
     units = [unit for unit in precision.outside(units, fp32_modules) if unit not in fp32_modules]
-    # 5. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.
+    # 6. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.
     gradients: data_parallel.GradientSum = data_parallel.SingleProcess()
     if decision.zero and mesh.device_mesh is not None:
         gradients = data_parallel.apply(module, pipe.stages, units, fp32_modules, mesh, decision)
@@ -147,11 +166,11 @@ def parallelize(
         pipe.ties.start()
     if precision.is_mixed(decision.precision):
         precision.cast_outputs(module)
-    # 6. What was tied is still tied.
+    # 7. What was tied is still tied.
     if inspect.ties(module) != ties:
         raise ModelError("Tied weights came untied.", why=f"before: {ties}; after: {inspect.ties(module)}")
 
-    _parallel[module] = Parallel(plan, module, mesh, gradients, pipe)
+    _parallel[module] = Parallel(plan, module, mesh, gradients, pipe, tensor)
     return module
 
 

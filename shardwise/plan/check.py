@@ -397,7 +397,6 @@ RULES: tuple[Rule, ...] = (
     degrees_make_the_world,
     devices_exist,
     zero_matches_sharding,
-    _axis_runs("tp", "tensor parallel"),
     _axis_runs("cp", "context parallel"),
     _axis_runs("ep", "expert parallel"),
     _option_runs("offload"),

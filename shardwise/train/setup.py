@@ -178,6 +178,10 @@ def next_token_loss(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) ->
     return Loss(*next_token_sums(outputs, batch["labels"]))
 
 
+# Under tensor parallel it takes each rank's part of the vocabulary: logits are never gathered.
+next_token_loss.takes_vocabulary_shards = True  # type: ignore[attr-defined]
+
+
 def make_plan(recipe: Recipe, module: nn.Module) -> Plan:
     """Rank 0 plans for the world that came and publishes it. Collective."""
     shape = module.arch if isinstance(module, Decoder) else sum(p.numel() for p in module.parameters())

@@ -158,7 +158,10 @@ class Trainer:
                 f"evaluate_every_steps = {recipe.train.evaluate_every_steps}, and there is nothing to evaluate on.",
                 fix="give valid= (data.valid_fraction in a recipe), or leave evaluate_every_steps out",
             )
-        self.model = parallelize(module, self.plan, blocks=recipe.model.blocks, initialize=initialize)
+        self.model = parallelize(
+            module, self.plan, blocks=recipe.model.blocks, initialize=initialize,
+            vocabulary_loss=getattr(self.loss, "takes_vocabulary_shards", False),
+        )  # fmt: skip
         self.parallel = parallel_of(self.model)
         self.scaler = LossScaler(self.plan.decision.precision == "fp16")
         clip = recipe.optimizer.clip_norm
@@ -350,6 +353,7 @@ class Trainer:
             self.optimizer,
             data=self.position,
             state=ChainMap(self.state, {"trainer.scaler": self.scaler}),
+            aliases=self.parallel.aliases,
             policy=recipe.checkpoint,
             events=self.journal.events,
         )
