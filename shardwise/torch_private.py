@@ -3,6 +3,7 @@
 What begins with an underscore in torch, and why it is used:
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +12,15 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils import signal_handling
+
+from shardwise.regions import Region, Split, part
 
 # Base classes, to find every batch normalisation and every dropout by type.
 BatchNorm = _BatchNorm
@@ -207,3 +212,41 @@ def selective_contexts() -> tuple[Any, Any]:
 
     first, second = create_selective_checkpoint_contexts(policy)
     return first, Reuse(policy, second.storage)
+
+
+def held_region(tensor: DTensor) -> Region:
+    """The part of the logical tensor that this rank holds: each dim cut by torch.chunk's rule, uneven sizes too.
+
+    Axes of the mesh cut from the outermost, except where fully_shard cut what tensor parallel had cut before: torch
+    marks that as _StridedShard, and there the inner axes cut first. Raises: ValueError for any other, saying why.
+    """
+    mesh, coordinate, found = tensor.device_mesh, tensor.device_mesh.get_coordinate(), tensor.placements
+    if coordinate is None:
+        raise ValueError("this rank is outside its device mesh")
+    splits: list[Split] = []
+    after: list[Split] = []
+    for axis, placement in enumerate(found):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise ValueError(f"it is placed as {placement}")
+        split = Split(placement.dim % tensor.ndim, mesh.size(axis), coordinate[axis])
+        if not isinstance(placement, _StridedShard):
+            splits.append(split)
+            continue
+        inner = [a for a in range(axis + 1, mesh.ndim) if getattr(found[a], "dim", None) == placement.dim]
+        if placement.split_factor != math.prod(mesh.size(a) for a in inner):
+            raise ValueError(f"its placement {placement} is not that of fully_shard over the axes inside it")
+        after.insert(0, split)
+    region, local = part(tensor.shape, splits + after), tuple(tensor.to_local().shape)
+    if local != region.shape:
+        raise ValueError(f"its local shape is {local}, and torch.chunk's rule gives {region.shape}")
+    return region
+
+
+def forget_layouts() -> None:
+    """Empty DTensor's caches: they take meshes of one shape for equal, and would hand on another rank's."""
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()

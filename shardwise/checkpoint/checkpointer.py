@@ -4,8 +4,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -13,14 +16,16 @@ from torch import nn
 
 from shardwise import ranks
 from shardwise.checkpoint.manifest import Damaged, Json, Manifest, digest_of, read_manifest
-from shardwise.checkpoint.restore import Staged, apply, check_world, stage
+from shardwise.checkpoint.restore import Names, Staged, apply, check_world, names_of, stage
 from shardwise.checkpoint.retention import Committed, delete_folder, folder_name, look, surplus
 from shardwise.checkpoint.saving import Header, Trouble, commit, new_session, trouble_of
-from shardwise.checkpoint.snapshot import Stateful, Subject, by_name, join, pack_state, snapshot
+from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, by_name, join, pack_state, snapshot
 from shardwise.checkpoint.store import LocalStore, Store
 from shardwise.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, RecipeError
 from shardwise.events import Events, Fallback, Resumed, Saved
 from shardwise.inputs.recipe import CheckpointPolicy
+
+Result = TypeVar("Result")
 
 
 class StopRequest(Protocol):
@@ -52,7 +57,9 @@ class Checkpointer:
     `module` and `optimizer` are single objects or dicts by name; sharded (fully_shard), replicated,
     wrapped in DDP, compiled or plain. `data` tells its position as JSON; a scheduler, a scaler or an
     average of the weights goes into `state`, as objects with state_dict and load_state_dict, or directly
-    as tensors and JSON values. `run` is the run's folder: checkpoints lie in `checkpoints/` below it,
+    as tensors and JSON values. `aliases`: where a tied weight lies on several ranks under several names, as
+    in a pipeline, each such name that this rank holds and the first one, under which another rank keeps it
+    (with several modules `<module>/<name>`). `run` is the run's folder: checkpoints lie in `checkpoints/` below it,
     unless a `store` is given. `lineage` tells runs in one store apart: only checkpoints of the same
     lineage are resumed from, or ever deleted.
 
@@ -75,6 +82,7 @@ class Checkpointer:
         *,
         data: Stateful | None = None,
         state: MutableMapping[str, Any] | None = None,
+        aliases: Mapping[str, str] = MappingProxyType({}),
         policy: CheckpointPolicy | None = None,
         signals: StopRequest | None = None,
         events: Events | None = None,
@@ -97,6 +105,7 @@ class Checkpointer:
             data,
             self.state,
             f"rank-{ranks.rank():05d}",
+            aliases,
         )
         self._signals = signals
         self._events = events
@@ -154,8 +163,9 @@ class Checkpointer:
         """
         candidates, skipped = self._candidates()
         self.skipped = tuple(skipped)
+        current, names = self._look() if candidates else (Snapshot(), Names(set(), {}))
         for folder, digest in candidates:
-            staged, trouble = self._stage_on_all(folder, digest, strict_world)
+            staged, trouble = self._on_all(partial(self._stage, folder, digest, strict_world, current, names))
             if staged is not None:
                 apply(staged, self._subject)
                 return self._resumed(folder, staged.manifest)
@@ -189,14 +199,21 @@ class Checkpointer:
         seen = ranks.broadcast_json(seen)
         return [(folder, digest) for folder, digest in seen["whole"]], [Skipped(*item) for item in seen["broken"]]
 
-    def _stage_on_all(self, folder: str, digest: str, strict_world: bool) -> tuple[Staged | None, str]:
-        """Staged on every rank, or on none and why. Collective. Raises: CheckpointError where it does not
-        fit.
+    def _look(self) -> tuple[Snapshot, Names]:
+        """What this rank has now, and the names of what all have. Collective. Raises: CheckpointError."""
+        current, _ = self._on_all(lambda: snapshot(self._subject))
+        current = current or Snapshot()
+        held = ranks.gather_json(msgspec.to_builtins(names_of(current)))
+        return current, reduce(or_, (msgspec.convert(each, Names) for each in held))
+
+    def _on_all(self, act: Callable[[], Result]) -> tuple[Result | None, str]:
+        """What `act` gives, if it does on every rank; None and why, where it is damaged for one. Collective.
+        Raises: CheckpointError, on all ranks, where one is in trouble.
         """
-        staged: Staged | None = None
+        result: Result | None = None
         answer: dict[str, Any] = {"damaged": "", "trouble": None}
         try:
-            staged = self._stage(folder, digest, strict_world)
+            result = act()
         except Damaged as error:
             answer["damaged"] = f"rank {ranks.rank()}: {error.what} {error.why}"
         except Exception as error:
@@ -207,9 +224,9 @@ class Checkpointer:
                 trouble = msgspec.convert(each["trouble"], Trouble)
                 raise CheckpointError(trouble.what, why=trouble.why, fix=trouble.fix)
         damaged = [each["damaged"] for each in answers if each["damaged"]]
-        return (None, damaged[0]) if damaged else (staged, "")
+        return (None, damaged[0]) if damaged else (result, "")
 
-    def _stage(self, folder: str, digest: str, strict_world: bool) -> Staged:
+    def _stage(self, folder: str, digest: str, strict_world: bool, current: Snapshot, names: Names) -> Staged:
         try:
             manifest = read_manifest(self.store, folder)
         except FileNotFoundError as error:
@@ -222,7 +239,7 @@ class Checkpointer:
             raise Damaged(f"{folder} differs between ranks.", why="rank 0 read another manifest")
         if strict_world:
             check_world(manifest, folder, ranks.world())
-        return stage(self.store, folder, manifest, self._subject, snapshot(self._subject))
+        return stage(self.store, folder, manifest, self._subject, current, names)
 
     def _resumed(self, folder: str, manifest: Manifest) -> int:
         self._say_skipped()

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from shardwise.checkpoint.layout import Region
 from shardwise.checkpoint.manifest import Chunk, FileEntry, TensorEntry, digest_of
 from shardwise.checkpoint.store import Piece, Store
+from shardwise.regions import Region
 
 ITEM_BYTES = {
     "F64": 8,

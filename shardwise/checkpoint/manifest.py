@@ -10,6 +10,7 @@ import xxhash
 
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
+from shardwise.regions import Region, doubled, missing, overlap, whole
 
 MANIFEST = "manifest.json"
 Json = Any
@@ -171,13 +172,20 @@ def read_stored(store: Store, key: str, start: int, length: int) -> bytes:
         raise _damaged(key, "it is not there") from error
 
 
-def uncovered(manifest: Manifest) -> list[str]:
-    """The tensors whose chunks do not add up to the whole: none, in a checkpoint that may be committed."""
-    return [
-        entry.name
-        for entry in manifest.tensors
-        if sum(math.prod(chunk.shape) for chunk in entry.chunks) != math.prod(entry.shape)
-    ]
+def fault_of(entry: TensorEntry) -> str:
+    """What keeps a tensor's chunks from covering it once, region and files named; "" where they do."""
+    held, shape = [Region(chunk.offsets, chunk.shape) for chunk in entry.chunks], list(entry.shape)
+    outside = next((region for region in held if region.numel and overlap(region, whole(shape)) != region), None)
+    if outside is not None:
+        return f"{outside} was written, which is outside its shape {shape}"
+    twice = doubled(held)
+    if twice is not None:
+        files = [c.file for c in entry.chunks if overlap(twice, Region(c.offsets, c.shape))]
+        return f"{twice} of {shape} was written more than once, in {', '.join(files)}"
+    # Inside, and disjoint: the sizes tell whether they are all of it.
+    if sum(region.numel for region in held) == math.prod(shape):
+        return ""
+    return f"{missing(shape, held)} of {shape} was written by no rank"
 
 
 def _damaged(key: str, why: str) -> Damaged:

@@ -1,12 +1,11 @@
 """Where a torch tensor's local part lies in the logical tensor, and its bytes."""
 
-from typing import NamedTuple
-
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.layout import Region, Split, part, whole
 from shardwise.errors import CheckpointError
+from shardwise.regions import Region, whole
+from shardwise.torch_private import held_region
 
 DTYPES = {
     "F64": torch.float64,
@@ -28,36 +27,21 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Placed(NamedTuple):
-    """This rank's region of a tensor, and which of the `replicas` with the same region it is."""
-
-    region: Region
-    replicas: int
-    replica: int
-
-
-def placed(name: str, tensor: torch.Tensor, *, rank: int, world: int) -> Placed:
-    """A plain tensor counts as the same on all ranks.
+def region_of(name: str, tensor: torch.Tensor) -> Region:
+    """This rank's region of a tensor; a plain tensor counts as a whole.
 
     Raises: CheckpointError for a partial sum, and for a split that is not torch.chunk's.
     """
     if not isinstance(tensor, DTensor):
-        return Placed(whole(tensor.shape), world, rank)
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise _unsupported(name, "this rank is outside its device mesh")
-    splits, replicas, replica = [], 1, 0
-    for dim, placement in enumerate(tensor.placements):
-        if type(placement) is Shard:
-            splits.append(Split(placement.dim % tensor.ndim, mesh.size(dim), coordinate[dim]))
-        elif type(placement) is Replicate:
-            replicas, replica = replicas * mesh.size(dim), replica * mesh.size(dim) + coordinate[dim]
-        else:
-            raise _unsupported(name, f"it is placed as {placement}")
-    region = part(tensor.shape, splits)
-    if tuple(local(tensor).shape) != region.shape:
-        raise _unsupported(name, f"its local shape {tuple(local(tensor).shape)} is not {region.shape}")
-    return Placed(region, replicas, replica)
+        return whole(tensor.shape)
+    try:
+        return held_region(tensor)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{name!r} cannot be saved or loaded.",
+            why=str(error),
+            fix="shard it with fully_shard or replicate, each dim of the mesh as Shard or Replicate",
+        ) from None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,11 +78,3 @@ def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     if not data:
         return torch.empty(shape, dtype=DTYPES[dtype])
     return torch.frombuffer(bytearray(data), dtype=DTYPES[dtype]).reshape(shape)
-
-
-def _unsupported(name: str, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{name!r} cannot be saved or loaded.",
-        why=why,
-        fix="shard it with fully_shard or replicate, each dim of the mesh as Shard or Replicate",
-    )

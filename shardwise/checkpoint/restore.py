@@ -1,19 +1,21 @@
 """Resume: verify and stage everything in host memory; change the training only when all ranks could."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from shardwise import ranks
 from shardwise.checkpoint import rng
-from shardwise.checkpoint.layout import Region, inside, overlap
 from shardwise.checkpoint.manifest import Damaged, Json, Manifest, TensorEntry, read_chunk, verify_file
 from shardwise.checkpoint.packing import Reference, references, unpack
-from shardwise.checkpoint.regions import DTYPES, dtype_name, from_bytes, local, placed
+from shardwise.checkpoint.regions import DTYPES, dtype_name, from_bytes, local, region_of
 from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, join, own_name, parameter_names
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
+from shardwise.regions import Region, inside, overlap
 
 
 class Staged(NamedTuple):
@@ -31,13 +33,37 @@ def check_world(manifest: Manifest, folder: str, world: int) -> None:
     if manifest.world != world:
         raise CheckpointError(
             f"{folder} was saved by {manifest.world} ranks, and {world} would resume it.",
-            why="a checkpoint is loaded by the same plan that saved it; resharding is not here yet",
-            fix=f"start {manifest.world} ranks, or begin another run folder",
+            why="another number of ranks would draw other random numbers and add up in another order",
+            fix=f"start {manifest.world} ranks, or load it for any number with resume(strict_world=False)",
         )
 
 
-def stage(store: Store, folder: str, manifest: Manifest, subject: Subject, current: Snapshot) -> Staged:
+class Names(msgspec.Struct, frozen=True):
+    """What the training has, over all its ranks: weights, and of each optimizer the parameters of its groups."""
+
+    weights: set[str]
+    groups: dict[str, list[set[str]]]
+
+    def __or__(self, other: "Names") -> "Names":
+        nothing: set[str] = set()
+        groups = {
+            part: [a | b for a, b in zip_longest(self.groups.get(part, []), theirs, fillvalue=nothing)]
+            for part, theirs in other.groups.items()
+        }
+        return Names(self.weights | other.weights, self.groups | groups)
+
+
+def names_of(current: Snapshot) -> Names:
+    """This rank's."""
+    held = {name for name in (*current.shared, *current.aliases) if name.startswith("model/")}
+    optimizers = {part: state for part, state in current.state.items() if part.split("/")[0] == "optimizer"}
+    return Names(held, {part: [set(g["params"]) for g in state["groups"]] for part, state in optimizers.items()})
+
+
+def stage(store: Store, folder: str, manifest: Manifest, subject: Subject, current: Snapshot, names: Names) -> Staged:
     """Reads what this rank needs, every byte against its digest, and changes nothing.
+
+    `names`: those of all ranks together, which must be the ones that were saved.
 
     Each file is verified whole by one rank, and each chunk by every rank that uses it. Host memory: this
     rank's shards once. Raises: Damaged; CheckpointError where it does not fit the training, naming the
@@ -45,7 +71,7 @@ def stage(store: Store, folder: str, manifest: Manifest, subject: Subject, curre
     """
     _check_parts(manifest, subject)
     entries = _entries(manifest, subject.role)
-    targets = _targets(manifest, entries, subject, current)
+    targets = _targets(manifest, entries, subject, current, names)
     for index, file in enumerate(manifest.files):
         if index % ranks.world() == ranks.rank():
             verify_file(store, folder, file)
@@ -90,14 +116,16 @@ def _check_parts(manifest: Manifest, subject: Subject) -> None:
 
 
 def _targets(
-    manifest: Manifest, entries: Mapping[str, TensorEntry], subject: Subject, current: Snapshot
+    manifest: Manifest, entries: Mapping[str, TensorEntry], subject: Subject, current: Snapshot, names: Names
 ) -> dict[str, torch.Tensor]:
     """A tensor to fill for each that this rank loads: the training's own where it has one, else a new one."""
-    targets = _weight_targets(entries, current)
+    targets = _weight_targets(entries, current, names)
     for name, optimizer in subject.optimizers.items():
         part = join("optimizer", name)
         packed = _state(manifest, part)
-        _check_optimizer(part, packed, current.state[part])
+        # Where the ranks' optimizers could not be put together, each rank's is compared with its own.
+        groups = names.groups[part] if part in manifest.state else names_of(current).groups[part]
+        _check_optimizer(part, packed, current.state[part], groups)
         targets |= _optimizer_targets(packed, optimizer, subject, entries, current)
     for name, value in subject.state.items():
         for reference in references(_state(manifest, join("state", name))):
@@ -111,14 +139,14 @@ def _targets(
     return targets
 
 
-def _weight_targets(entries: Mapping[str, TensorEntry], current: Snapshot) -> dict[str, torch.Tensor]:
+def _weight_targets(entries: Mapping[str, TensorEntry], current: Snapshot, names: Names) -> dict[str, torch.Tensor]:
     targets = {name: tensor for name, tensor in current.shared.items() if name.startswith("model/")}
     saved = {name for name in entries if name.startswith("model/")}
-    _refuse_difference("weights", saved, set(targets) | set(current.aliases), fix="build the model that was saved")
+    _refuse_difference("weights", saved, names.weights, fix="build the model that was saved")
     return targets
 
 
-def _check_optimizer(part: str, saved: Json, current: Json) -> None:
+def _check_optimizer(part: str, saved: Json, current: Json, groups: Sequence[set[str]]) -> None:
     fix = "build the optimizer that was saved, with its groups in the same order"
     if saved["kind"] != current["kind"]:
         raise CheckpointError(f"The {part} is a {current['kind']}, and a {saved['kind']} was saved.", fix=fix)
@@ -128,7 +156,7 @@ def _check_optimizer(part: str, saved: Json, current: Json) -> None:
         )
     for index, (old, new) in enumerate(zip(saved["groups"], current["groups"], strict=True)):
         what = f"{part} group {index}"
-        _refuse_difference(f"{what} parameters", set(old["params"]), set(new["params"]), fix=fix)
+        _refuse_difference(f"{what} parameters", set(old["params"]), groups[index], fix=fix)
         _refuse_difference(f"{what} settings", set(old["settings"]), set(new["settings"]), fix=fix)
 
 
@@ -144,8 +172,8 @@ def _optimizer_targets(
     """
     parameters = _parameters(optimizer, subject)
     targets = {}
-    for name, state in packed["state"].items():
-        for reference in references(state):
+    for name in packed["state"].keys() & parameters.keys():
+        for reference in references(packed["state"][name]):
             known = current.shared.get(reference.name)
             targets[reference.name] = (
                 known if known is not None else _new(entries, reference, parameters[name].detach())
@@ -193,7 +221,7 @@ def _stage_tensor(
     target: torch.Tensor,
 ) -> torch.Tensor:
     """This rank's region of a tensor, put together from whichever chunks overlap it."""
-    region = placed(name, target, rank=0, world=1).region
+    region = region_of(name, target)
     value, filled = torch.empty(region.shape, dtype=DTYPES[entry.dtype]), 0
     for chunk in entry.chunks:
         held = Region(chunk.offsets, chunk.shape)
@@ -211,7 +239,7 @@ def _stage_tensor(
 
 
 def _parameters(optimizer: torch.optim.Optimizer, subject: Subject) -> dict[str, torch.Tensor]:
-    names = parameter_names(subject.modules)
+    names = parameter_names(subject)
     return {names[id(item)]: item for group in optimizer.param_groups for item in group["params"]}
 
 
@@ -223,7 +251,8 @@ def _apply_optimizer(
         group.update(unpack(saved["settings"], fetch))
     optimizer.state.clear()
     for name, state in packed["state"].items():
-        optimizer.state[parameters[name]] = unpack(state, fetch)
+        if name in parameters:  # The others are other ranks'.
+            optimizer.state[parameters[name]] = unpack(state, fetch)
 
 
 def _apply_state(name: str, value: Any, subject: Subject) -> None:

@@ -22,11 +22,12 @@ from shardwise.checkpoint.manifest import (
     Manifest,
     Record,
     TensorEntry,
+    fault_of,
     seal,
-    uncovered,
 )
+from shardwise.checkpoint.packing import references
 from shardwise.checkpoint.retention import delete_folder
-from shardwise.checkpoint.snapshot import Snapshot, contents
+from shardwise.checkpoint.snapshot import Holding, Snapshot, contents
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
 
@@ -55,7 +56,7 @@ class Trouble(Record, frozen=True):
 class Report(Record, frozen=True):
     """How a phase of a save went on one rank."""
 
-    buffers: str = ""
+    holding: Holding = Holding()
     share: Share | None = None
     trouble: Trouble | None = None
 
@@ -84,20 +85,19 @@ def commit(store: Store, folder: str, header: Header, take: Callable[[], Snapsho
     def look() -> Report:
         nonlocal kept
         kept = take()
-        return Report(buffers=kept.buffers_digest())
+        return Report(holding=kept.holding())
 
     ready = _agreed(header.step, _attempt(store, look))
-    if len({report.buffers for report in ready}) > 1 and not ranks.is_main():
-        kept.keep_own_buffers()
-    written = _gathered(_attempt(store, lambda: Report(share=write_share(store, folder, kept))))
+    holdings = [report.holding for report in ready]
+    written = _gathered(_attempt(store, lambda: Report(share=write_share(store, folder, kept, holdings))))
     end = _finish(store, folder, header, written) if ranks.is_main() else Report()
     _agreed(header.step, end)
     return sum(report.share.file.bytes for report in written if report.share)
 
 
-def write_share(store: Store, folder: str, kept: Snapshot) -> Share:
+def write_share(store: Store, folder: str, kept: Snapshot, holdings: Sequence[Holding]) -> Share:
     """Writes this rank's file."""
-    mine = contents(kept, rank=ranks.rank(), world=ranks.world())
+    mine = contents(kept, holdings, rank=ranks.rank())
     written = write_file(store, folder, f"rank-{ranks.rank():05d}.safetensors", mine)
     return Share(
         file=written.file,
@@ -205,15 +205,48 @@ def _removed(store: Store, folder: str) -> Report:
 
 def _write_manifest(store: Store, folder: str, header: Header, reports: Sequence[Report]) -> Report:
     manifest = assemble(header, [report.share for report in reports if report.share])
-    missing = uncovered(manifest)
-    if missing:
+    check_whole(manifest)
+    store.write(f"{folder}/{MANIFEST}", [seal(manifest)])
+    return Report()
+
+
+def check_whole(manifest: Manifest) -> None:
+    """Raises: CheckpointError naming the tensor and region that was written twice, or not at all."""
+    faults = {entry.name: fault for entry in manifest.tensors if (fault := fault_of(entry))}
+    named = {*manifest.aliases.values()}
+    for packed in (*manifest.state.values(), *manifest.state_by_rank.values()):
+        named |= {reference.name for reference in references(list(packed) if isinstance(packed, tuple) else packed)}
+    faults |= dict.fromkeys(sorted(named - {entry.name for entry in manifest.tensors}), "it was written by no rank")
+    if faults:
+        name, fault = next(iter(faults.items()))
         raise CheckpointError(
-            f"{len(missing)} tensors are not whole, {missing[0]!r} among them.",
+            f"{len(faults)} of {len(manifest.tensors)} tensors are not written once and whole: {name!r}: {fault}.",
             why="the ranks' shards do not add up to the logical tensor",
             fix="shard every module over a mesh that all its ranks share",
         )
-    store.write(f"{folder}/{MANIFEST}", [seal(manifest)])
-    return Report()
+
+
+def union_of(states: Sequence[Json]) -> Json:
+    """One optimizer out of what the ranks say of theirs: every rank may hold other parameters, under equal groups.
+
+    None where their kinds, groups or settings differ, or two say otherwise of one parameter.
+    """
+    first = states[0]
+    if any(state is None or _frame(state) != _frame(first) for state in states):
+        return None
+    groups: list[Json] = []
+    entries: dict[str, Json] = {}
+    for index, group in enumerate(first["groups"]):
+        names = [name for state in states for name in state["groups"][index]["params"]]
+        groups.append({"params": list(dict.fromkeys(names)), "settings": group["settings"]})
+    for name, entry in (pair for state in states for pair in state["state"].items()):
+        if entries.setdefault(name, entry) != entry:
+            return None
+    return {"kind": first["kind"], "groups": groups, "state": entries}
+
+
+def _frame(state: Json) -> Json:
+    return [state["kind"], [group["settings"] for group in state["groups"]]]
 
 
 def _divide(states: Sequence[dict[str, Json]]) -> tuple[dict[str, Json], dict[str, tuple[Json, ...]]]:
@@ -221,7 +254,10 @@ def _divide(states: Sequence[dict[str, Json]]) -> tuple[dict[str, Json], dict[st
     by_rank: dict[str, tuple[Json, ...]] = {}
     for part in sorted({part for state in states for part in state}):
         values: tuple[Any, ...] = tuple(state.get(part) for state in states)
-        if len({msgspec.json.encode(value) for value in values}) == 1 and part != "rng":
+        union = union_of(values) if part.split("/")[0] == "optimizer" else None
+        if union is not None:
+            alike[part] = union
+        elif len({msgspec.json.encode(value) for value in values}) == 1 and part != "rng":
             alike[part] = values[0]
         else:
             by_rank[part] = values

@@ -1,6 +1,6 @@
 """What a training has to keep, by canonical name: weights, optimizer, `state=`, data position, RNG."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import rng
 from shardwise.checkpoint.files import Content
-from shardwise.checkpoint.layout import Region, spread, whole
+from shardwise.checkpoint.layout import key_of, shares
 from shardwise.checkpoint.manifest import Json, digest_of
 from shardwise.checkpoint.packing import pack
-from shardwise.checkpoint.regions import dtype_name, placed, to_bytes
+from shardwise.checkpoint.regions import dtype_name, region_of, to_bytes
 from shardwise.errors import CheckpointError
 from shardwise.names import canonical
+from shardwise.regions import Region, whole
 
 
 @runtime_checkable
@@ -31,7 +32,7 @@ class Stateful(Protocol):
 @dataclass(frozen=True)
 class Subject:
     """What is kept. A single module or optimizer has the name "". `role` keys what belongs to this rank
-    alone.
+    alone. `copies`: each name here of a weight that another rank keeps under the name it is given here.
     """
 
     modules: Mapping[str, nn.Module]
@@ -39,39 +40,51 @@ class Subject:
     data: Stateful | None
     state: MutableMapping[str, Any]
     role: str
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 class Weights(NamedTuple):
-    """Parameters and persistent buffers by name; a tied one once, its other names as aliases of the first."""
+    """Parameters and persistent buffers by name; a tied one once, its other names as aliases of the first.
+
+    `copies`: the names whose first holder is another rank, which writes them; this one reads them.
+    """
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
+    copies: set[str]
 
 
 @dataclass
 class Snapshot:
-    """References, not copies. `shared` tensors are logical ones that all ranks hold or share; `own` this
-    rank's. `buffers` are those of `shared` that a rank may have changed by itself.
+    """References, nothing is copied. `shared` tensors are logical ones that several ranks may hold or share;
+    `own` this rank's. Of `shared`, `apart` are those that a rank may have changed by itself, and `copies` those
+    that another rank writes.
     """
 
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     state: dict[str, Json] = field(default_factory=dict)
-    buffers: list[str] = field(default_factory=list)
+    apart: set[str] = field(default_factory=set)
+    copies: set[str] = field(default_factory=set)
     role: str = ""
 
-    def buffers_digest(self) -> str:
-        """Differs between ranks whose buffers differ, as running means do where nothing synchronises them."""
-        return digest_of(b"".join(to_bytes(self.shared[name]) for name in self.buffers))
+    def holding(self) -> "Holding":
+        keys = [key_of(name, region_of(name, tensor)) for name, tensor in _alike(self).items()]
+        return Holding(keys, {name: digest_of(to_bytes(self.shared[name])) for name in sorted(self.apart)})
 
-    def keep_own_buffers(self) -> None:
-        for name in self.buffers:
-            self.own[own_name(self.role, name)] = self.shared[name]
+
+class Holding(NamedTuple):
+    """What a rank holds that others may hold too: keys of regions, and digests of what may differ between ranks, as
+    running means do where nothing synchronises them.
+    """
+
+    keys: Sequence[str] = ()
+    digests: Mapping[str, str] = {}
 
 
 def own_name(role: str, name: str) -> str:
-    """What a rank's own tensor is called; `name` is the one that rank 0 holds."""
+    """What a rank's own tensor is called; `name` is that of the first rank that holds one."""
     return join("own", role, name)
 
 
@@ -82,7 +95,7 @@ def by_name(given: Any, kind: type) -> dict[str, Any]:
     return {"": given} if isinstance(given, kind) else dict(given)
 
 
-def weights(modules: Mapping[str, nn.Module]) -> Weights:
+def weights(modules: Mapping[str, nn.Module], copies: Mapping[str, str]) -> Weights:
     """Named `model/<canonical>`, or `model/<module>/<canonical>` where there are several modules.
 
     Raises: CheckpointError where two tensors get one name, or a module keeps something that is not a tensor.
@@ -90,18 +103,17 @@ def weights(modules: Mapping[str, nn.Module]) -> Weights:
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
+    elsewhere = {join("model", name): join("model", target) for name, target in copies.items()}
     for name, tensor in _named(modules):
-        known = first.setdefault(id(tensor), name)
-        if tensors.get(name, tensor) is not tensor:
+        known = first.setdefault(id(tensor), elsewhere.get(name, name))
+        if tensors.setdefault(known, tensor) is not tensor or (name in tensors and known != name):
             raise CheckpointError(
                 f"Two tensors are called {name!r} once wrappers are taken off.",
                 fix="rename the submodule that is called module",
             )
-        if known == name:
-            tensors[name] = tensor
-        else:
+        if known != name:
             aliases[name] = known
-    return Weights(tensors, aliases)
+    return Weights(tensors, aliases, {known for known in first.values() if known in elsewhere.values()})
 
 
 def snapshot(subject: Subject) -> Snapshot:
@@ -110,13 +122,15 @@ def snapshot(subject: Subject) -> Snapshot:
     Raises: CheckpointError naming what cannot be kept.
     """
     result = Snapshot(role=subject.role)
-    result.shared, result.aliases = weights(subject.modules)
-    result.buffers = [name for name, tensor in result.shared.items() if _is_buffer(tensor)]
+    result.shared, result.aliases, result.copies = weights(subject.modules, subject.copies)
+    result.apart = {name for name, tensor in result.shared.items() if _is_buffer(tensor)}
     for name, optimizer in subject.optimizers.items():
         part = join("optimizer", name)
-        result.state[part] = _pack_optimizer(subject, part, optimizer, result.shared)
+        result.state[part] = _pack_optimizer(subject, part, optimizer, result)
     for name, value in subject.state.items():
         result.state[join("state", name)] = pack_state(name, value, result.shared)
+    given = {name: tensor for name, tensor in result.shared.items() if name.startswith("state/")}
+    result.apart |= {name for name, tensor in given.items() if not isinstance(tensor, DTensor)}
     if subject.data is not None:
         result.state["data"] = _pack_data(subject.data)
     result.state["rng"] = pack(rng.capture(), join("rng", subject.role), result.own)
@@ -126,29 +140,44 @@ def snapshot(subject: Subject) -> Snapshot:
     return result
 
 
-def contents(kept: Snapshot, *, rank: int, world: int) -> list[Content]:
+def contents(kept: Snapshot, holdings: Sequence[Holding], *, rank: int) -> list[Content]:
     """What this rank writes: its shards, its own tensors, and its part of what several ranks hold alike.
 
-    Replicas are spread by bytes, in the same way on every rank, without asking the others. Buffers are rank
-    0's.
+    Of what differs between ranks the first holder's is the shared one, and each that differs is its rank's own.
     """
-    alike = {name: tensor for name, tensor in kept.shared.items() if name not in set(kept.buffers)}
-    where = {name: placed(name, tensor, rank=rank, world=world) for name, tensor in alike.items()}
-    mine = []
-    for replicas in sorted({place.replicas for place in where.values()}):
-        names = sorted(name for name, place in where.items() if place.replicas == replicas)
-        owners = spread([kept.shared[name].numel() * kept.shared[name].element_size() for name in names], replicas)
-        mine += [name for name, owner in zip(names, owners, strict=True) if where[name].replica == owner]
-    shares = [_content(name, kept.shared[name], where[name].region) for name in mine]
-    own = {**kept.own, **({name: kept.shared[name] for name in kept.buffers} if rank == 0 else {})}
-    wholes = [_content(name, tensor, whole(tensor.shape)) for name, tensor in own.items()]
+    holders: dict[str, list[int]] = {}
+    firsts: dict[str, int] = {}
+    for other, holding in enumerate(holdings):
+        for key in holding.keys:
+            holders.setdefault(key, []).append(other)
+        for name in holding.digests:
+            firsts.setdefault(name, other)
+    alike = {name: region_of(name, tensor) for name, tensor in _alike(kept).items()}
+    keys = {name: key_of(name, region) for name, region in alike.items()}
+    sizes = {keys[name]: region.numel * kept.shared[name].element_size() for name, region in alike.items()}
+    mine = shares(sizes, holders, rank)
+    found = [_content(name, kept.shared[name], region) for name, region in alike.items() if keys[name] in mine]
+    wholes = dict(kept.own)
+    for name in sorted(kept.apart):
+        first = firsts[name]
+        if first == rank:
+            wholes[name] = kept.shared[name]
+        elif holdings[rank].digests[name] != holdings[first].digests[name]:
+            wholes[own_name(kept.role, name)] = kept.shared[name]
+    found += [_content(name, tensor, whole(tensor.shape)) for name, tensor in wholes.items()]
     # An empty shard has no bytes; a tensor that is empty as a whole must still be in the manifest.
-    return [content for content in shares + wholes if content.region.numel or 0 in content.shape]
+    return [content for content in found if content.region.numel or 0 in content.shape]
 
 
-def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Canonical names by the parameter's identity, without the `model/`."""
-    return {id(tensor): name.removeprefix("model/") for name, tensor in reversed(list(_named(modules)))}
+def _alike(kept: Snapshot) -> dict[str, torch.Tensor]:
+    """What every holder has the same values of, and this rank is a holder that may write."""
+    return {name: kept.shared[name] for name in sorted(kept.shared) if name not in kept.apart | kept.copies}
+
+
+def parameter_names(subject: Subject) -> dict[int, str]:
+    """Canonical names by the parameter's identity, without the `model/`: of a copy, its first holder's name."""
+    named = {id(tensor): name.removeprefix("model/") for name, tensor in reversed(list(_named(subject.modules)))}
+    return {identity: subject.copies.get(name, name) for identity, name in named.items()}
 
 
 def join(*pieces: str) -> str:
@@ -180,20 +209,20 @@ def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor
             yield full, tensor
 
 
-def _pack_optimizer(
-    subject: Subject, part: str, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> Json:
-    names = parameter_names(subject.modules)
+def _pack_optimizer(subject: Subject, part: str, optimizer: torch.optim.Optimizer, kept: Snapshot) -> Json:
+    names = parameter_names(subject)
     groups, state = [], {}
     for index, group in enumerate(optimizer.param_groups):
         owned = [_name_of(parameter, names, part, index) for parameter in group["params"]]
         settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"params": owned, "settings": pack(settings, join(part, "groups", str(index)), tensors)})
+        groups.append({"params": owned, "settings": pack(settings, join(part, "groups", str(index)), kept.shared)})
         for name, parameter in zip(owned, group["params"], strict=True):
             if parameter in optimizer.state:
-                entries = optimizer.state[parameter]
+                entries, before = optimizer.state[parameter], set(kept.shared)
                 _refuse_unsplit(part, name, parameter, entries)
-                state[name] = pack(dict(entries), join(part, "state", name), tensors)
+                state[name] = pack(dict(entries), join(part, "state", name), kept.shared)
+                if join("model", name) in kept.copies:
+                    kept.copies |= kept.shared.keys() - before
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
 
 
@@ -209,7 +238,7 @@ def _name_of(parameter: torch.Tensor, names: Mapping[int, str], part: str, group
 
 def _refuse_unsplit(part: str, name: str, parameter: torch.Tensor, entries: Mapping[str, Any]) -> None:
     """A plain tensor that goes with a sharded parameter could be this rank's alone, and nothing says so."""
-    if placed(name, parameter, rank=0, world=1).region.shape == tuple(parameter.shape):
+    if region_of(name, parameter).shape == tuple(parameter.shape):
         return
     for key, value in entries.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:

@@ -7,14 +7,15 @@ uniforms of a Box-Muller pair, of which the cosine is kept. About 30 million nor
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
+from shardwise import regions
 from shardwise.errors import ModelError
+from shardwise.torch_private import held_region
 
 Floats = npt.NDArray[np.float32]
 Draws = npt.NDArray[np.uint64]
@@ -63,45 +64,28 @@ def _chunks(seed: int, name: str, first: int, count: int) -> Iterator[tuple[int,
 def fill_normal_(tensor: torch.Tensor, *, seed: int, name: str, std: float, mean: float = 0.0) -> None:
     """Fill a tensor, or of a DTensor the shard that this rank holds, with the normal values of its indices.
 
-    Raises: ModelError for a layout other than replicated or evenly ordered shards.
+    Raises: ModelError for a layout other than replicas and shards cut by torch.chunk's rule.
     """
     whole = tuple(tensor.shape)
-    local, bounds = (tensor.to_local(), shard_bounds(tensor)) if isinstance(tensor, DTensor) else (tensor, _all(whole))
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    held = _held(name, tensor) if isinstance(tensor, DTensor) else regions.whole(whole)
     if local.numel() == 0:
         return
     row = int(np.prod(whole[1:], dtype=np.int64))
-    first, last = bounds[0] if bounds else (0, 1)
-    rows = normal_values(seed, name, first * row, (last - first) * row, std)
+    first, rows_held = (held.offsets[0], held.shape[0]) if whole else (0, 1)
+    rows = normal_values(seed, name, first * row, rows_held * row, std)
     if mean:
         rows += np.float32(mean)
     # [rows * row] -> [rows, ...]; shards of later dims are cut from whole rows.
-    block = rows.reshape(last - first, *whole[1:])[(slice(None), *(slice(*bound) for bound in bounds[1:]))]
+    kept = regions.inside(held, regions.whole(whole))[1:]
+    block = rows.reshape(rows_held, *whole[1:])[(slice(None), *kept)]
     local.copy_(torch.from_numpy(np.ascontiguousarray(block)).view(local.shape))
 
 
-def _all(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    return [(0, size) for size in shape]
-
-
-def shard_bounds(tensor: DTensor) -> list[tuple[int, int]]:
-    """[first, last) of this rank's shard in each dim.
-
-    The rule is torch.chunk's, once for each mesh axis that shards the dim, outermost axis first.
-    Raises: ModelError for placements that do not follow it.
-    """
-    bounds = _all(tuple(tensor.shape))
-    coordinate: Any = tensor.device_mesh.get_coordinate()
-    for axis, placement in enumerate(tensor.placements):
-        if type(placement) is Replicate:
-            continue
-        if type(placement) is not Shard:
-            raise ModelError(
-                f"A parameter laid out as {placement} cannot be initialised shard by shard.",
-                why="its indices do not follow torch.chunk's rule",
-                fix="initialise before this split",
-            )
-        first, last = bounds[placement.dim]
-        step = -(-(last - first) // tensor.device_mesh.size(axis))
-        begin = min(first + step * coordinate[axis], last)
-        bounds[placement.dim] = (begin, min(begin + step, last))
-    return bounds
+def _held(name: str, tensor: DTensor) -> regions.Region:
+    try:
+        return held_region(tensor)
+    except ValueError as error:
+        raise ModelError(
+            f"{name!r} cannot be initialised shard by shard.", why=str(error), fix="initialise before this split"
+        ) from None

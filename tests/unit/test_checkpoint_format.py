@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 import shardwise.checkpoint
 from shardwise.checkpoint.files import Content, write_file
-from shardwise.checkpoint.layout import whole
 from shardwise.checkpoint.manifest import Damaged, Machine, Manifest, read_chunk, seal, unseal, verify_file
 from shardwise.checkpoint.packing import pack, references, unpack
 from shardwise.checkpoint.regions import DTYPES, from_bytes, to_bytes
 from shardwise.errors import CheckpointError
+from shardwise.regions import whole
 from tests.unit.test_checkpoint_store import MemoryStore
 
 KEYS = st.text(max_size=4) | st.sampled_from(["$tuple", "$tensor", "$dict", "a/b"])

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from shardwise.checkpoint.layout import Region, Split, inside, overlap, part, spread, whole
+from shardwise.checkpoint.layout import spread
+from shardwise.regions import Region, Split, inside, overlap, part, whole
 
 SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
