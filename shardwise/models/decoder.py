@@ -228,12 +228,14 @@ def generate(
     temperature: float = 1.0,
     vocabulary: int | None = None,
     generator: torch.Generator | None = None,
+    multiple: int = 1,
 ) -> torch.Tensor:
     """`prompt` and `count` sampled tokens after each row; temperature 0 takes the likeliest.
 
     Keeps no cache: each token costs a forward of what came before, at most `max_sequence_length` of it.
-    `vocabulary` bounds the ids where a head is padded. Modes are as before afterwards, and what was sharded is again.
-    Collective where the parameters are sharded.
+    `vocabulary` bounds the ids where a head is padded. `multiple`: what the model is given is padded on the right to
+    such a number of positions, which causal attention never looks at (sequence parallel wants a multiple of tp).
+    Modes are as before afterwards, and what was sharded is again. Collective where the parameters are sharded.
     Shapes: int64 [B, S] -> [B, S + count].
     """
     longest = getattr(getattr(model, "arch", None), "max_sequence_length", None)
@@ -241,10 +243,10 @@ def generate(
     model.eval()
     try:
         for _ in range(count):
-            window = tokens if longest is None else tokens[:, -longest:]
-            outputs = model(window)
+            window = tokens if longest is None else tokens[:, -(longest - longest % multiple) :]
+            outputs = model(F.pad(window, (0, -window.shape[1] % multiple)))
             outputs = outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
-            logits = outputs[:, -1, :vocabulary].float()  # [B, S, V] -> [B, V]
+            logits = outputs[:, window.shape[1] - 1, :vocabulary].float()  # [B, S, V] -> [B, V]
             if temperature == 0:
                 following = logits.argmax(dim=-1, keepdim=True)
             else:

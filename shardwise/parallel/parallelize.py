@@ -119,6 +119,7 @@ def parallelize(
     if module in _parallel:
         raise ModelError("This module is parallelized already.", fix="call parallelize once a module")
     check.require(plan, ranks.world())
+    refuse_second_pipeline(plan)
     decision, recipe = plan.decision, plan.recipe
     mesh, device = device_mesh.build(decision.mesh), ranks.device()
     ties = inspect.ties(module)
@@ -172,6 +173,16 @@ def parallelize(
 
     _parallel[module] = Parallel(plan, module, mesh, gradients, pipe, tensor)
     return module
+
+
+def refuse_second_pipeline(plan: Plan) -> None:
+    """Raises: ModelError where another module is cut into stages by this very plan."""
+    if plan.decision.mesh.pp > 1 and any(other.plan is plan for other in _parallel.values()):
+        raise ModelError(
+            "A second module under one plan with a pipeline.",
+            why="a step runs one module through its stages; two would wait for each other",
+            fix="train.plan.pp = 1 for training that needs several modules (a GAN)",
+        )
 
 
 def kept_ties(ties: list[tuple[str, ...]], module: nn.Module) -> list[tuple[str, ...]]:

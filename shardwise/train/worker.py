@@ -43,7 +43,10 @@ def sample(trainer: Trainer) -> str | None:
         return None
     generator = torch.Generator().manual_seed(trainer.plan.recipe.seed)
     prompt = torch.tensor([list(PROMPT)], dtype=torch.int64, device=trainer.device)
-    tokens = generate(trainer.model, prompt, SAMPLE_TOKENS, temperature=0.7, vocabulary=256, generator=generator)
+    tokens = generate(
+        trainer.model, prompt, SAMPLE_TOKENS, temperature=0.7, vocabulary=256, generator=generator,
+        multiple=trainer.plan.decision.mesh.tp,
+    )  # fmt: skip
     return bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
 
 

@@ -91,3 +91,27 @@ def own_loop(plan: dict[str, Any]) -> list[list[float]]:
         if number == 3:
             return told
     return told
+
+
+def second_module(plan: dict[str, Any]) -> str:
+    from shardwise.errors import ModelError
+
+    made = sw.init(plan, global_batch=12)
+    first = sw.parallelize(Decoder(arch(num_layers=4)), made)
+    try:
+        sw.parallelize(Decoder(arch(num_layers=4)), made)
+    except ModelError as error:
+        return f"{type(first).__name__}: {error}"
+    return "accepted"
+
+
+def generated(plan: dict[str, Any]) -> list[int]:
+    """What the same weights write, whatever the split; odd lengths too."""
+    from shardwise.models.decoder import generate
+
+    made = sw.init(plan, global_batch=12, precision="fp64")
+    torch.manual_seed(0)
+    module = sw.parallelize(Decoder(arch(num_layers=2, num_kv_heads=4)).to(torch.float64), made)
+    prompt = torch.arange(3).unsqueeze(0)
+    found: list[int] = generate(module, prompt, 20, temperature=0, multiple=made.decision.mesh.tp)[0].tolist()
+    return found

@@ -53,3 +53,15 @@ def test_an_own_loop_is_one_process(pool: Pool, split: str) -> None:
     world, plan = SPLITS[split]
     for told in pool.run(world, f"{RUNS}:own_loop", plan=plan):
         np.testing.assert_allclose(told, one, rtol=1e-10)
+
+
+def test_a_second_module_under_a_pipeline_is_refused(pool: Pool) -> None:
+    for said in pool.run(2, f"{RUNS}:second_module", plan={"pp": 2}):
+        assert "A second module" in said and "train.plan.pp = 1" in said
+    assert pool.run(2, f"{RUNS}:second_module", plan={"zero": 3}) == ["accepted"] * 2
+
+
+@pytest.mark.parametrize(("world", "plan"), [(2, {"tp": 2}), (4, {"tp": 4}), (4, {"tp": 2, "zero": 3})])
+def test_generate_writes_the_same_under_every_split(pool: Pool, world: int, plan: dict[str, Any]) -> None:
+    (expected,) = pool.run(1, f"{RUNS}:generated", plan={})
+    assert pool.run(world, f"{RUNS}:generated", plan=plan) == [expected] * world
