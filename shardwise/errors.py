@@ -12,6 +12,7 @@ ShardwiseError
     ├── NonFinite            the loss or the gradient stayed non-finite
     ├── OutOfMemory          a device or the host ran out of memory
     ├── RankFailed           a rank raised; the first one to fail is named
+    ├── RanksDiverged        what must be the same on several ranks is not; the first tensor and the ranks are named
     └── CheckpointError      a checkpoint cannot be written, or what is there is not whole
 """
 
@@ -97,6 +98,10 @@ class OutOfMemory(TrainingFailed):
 
 class RankFailed(TrainingFailed):
     """A rank raised; the first one to fail is named."""
+
+
+class RanksDiverged(TrainingFailed):
+    """What must be the same on several ranks is not; the first tensor and the ranks are named."""
 
 
 class CheckpointError(TrainingFailed):
