@@ -249,4 +249,3 @@ def forget_layouts() -> None:
     from torch.distributed.tensor import debug
 
     debug._clear_sharding_prop_cache()
-    debug._clear_fast_path_sharding_prop_cache()

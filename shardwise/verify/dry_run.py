@@ -18,14 +18,16 @@ from shardwise.errors import BadInput, ShardwiseError
 from shardwise.models.decoder import Decoder
 from shardwise.optimizer import build as optimizers
 from shardwise.parallel.parallelize import parallel_of, parallelize
+from shardwise.parallel.pipeline import Shape
 from shardwise.plan import check
 from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
 from shardwise.plan.rule_of_thumb import usable_bytes
 from shardwise.train import setup
-from shardwise.train.loss import LossFunction
+from shardwise.train.loss import LossFunction, named
 from shardwise.train.step import (
     Inputs,
+    Layout,
     Work,
     accumulate,
     agree,
@@ -33,6 +35,7 @@ from shardwise.train.step import (
     clip_factor,
     divisor,
     local_gradients,
+    loss_key,
     scale_gradients,
     squares,
 )
@@ -40,7 +43,7 @@ from shardwise.units import format_bytes
 from shardwise.verify import agreement
 from shardwise.verify.agreement import Call
 from shardwise.verify.distinct import Distinct, distinct_ranks, micro_batch_sizes, split_lengths
-from shardwise.verify.fake_world import FakeWorld
+from shardwise.verify.fake_world import FakeWire, FakeWorld
 from shardwise.verify.live_bytes import Watch
 from shardwise.verify.values import DryRun, LiveBytes, RankRun
 
@@ -72,10 +75,11 @@ def dry_run(plan: Plan, subject: Subject | None = None) -> DryRun:
     subject = subject or decoder_subject(eager)
     lengths = split_lengths(plan.arch) if plan.arch is not None else _lengths(subject)
     runs, calls, failed = list[RankRun](), dict[int, list[Call]](), list[Violation]()
-    kinds = distinct_ranks(eager, lengths)
+    kinds, shapes = distinct_ranks(eager, lengths), dict[int, list[Shape]]()
+    names = loss_layout(eager, subject)
     for kind in kinds:
         try:
-            run, crossed = run_rank(eager, subject, kind)
+            run, crossed = run_rank(eager, subject, kind, names, shapes)
         except ShardwiseError as error:
             failed.append(Violation("runs", f"rank {kind.rank}: {error.what}", error.why, error.fix))
             break
@@ -122,21 +126,46 @@ def _lengths(subject: Subject) -> tuple[int, ...]:
         return tuple(sorted({length for p in subject.build().parameters() for length in p.shape}))
 
 
-def run_rank(plan: Plan, subject: Subject, kind: Distinct) -> tuple[RankRun, list[Call]]:
-    """One rank through the engine. Raises: what the engine raises."""
+def loss_layout(plan: Plan, subject: Subject) -> Layout:
+    """The names that the loss function gives, from the whole module on meta: in a pipeline one stage alone knows them.
+
+    Raises: what forward and the loss raise for these shapes.
+    """
+    with torch.device("meta"), torch.no_grad():
+        module, batch = subject.build(), subject.batch(1)
+        args, kwargs = call_inputs(module, subject.inputs)(batch)
+        losses = named(subject.loss(module(*args, **kwargs), batch))
+    metrics = [metric for loss in losses.values() for metric in sorted(loss.metrics)]
+    return Layout(list(losses), list(dict.fromkeys(metrics)), [loss.weight for loss in losses.values()])
+
+
+def run_rank(
+    plan: Plan,
+    subject: Subject,
+    kind: Distinct,
+    names: Layout,
+    shapes: dict[int, list[Shape]],
+    world: type[FakeWorld] = FakeWorld,
+) -> tuple[RankRun, list[Call]]:
+    """One rank through the engine; `shapes` of hidden tensors are kept from stage to stage. Raises: what it raises."""
     started = time.perf_counter()
     mesh = plan.decision.mesh
-    with FakeWorld(kind.rank, mesh.world) as fake:
+    with world(kind.rank, mesh.world) as fake:
         with torch.device("meta"):
             module = subject.build()
         module = parallelize(module, plan, blocks=plan.recipe.model.blocks, initialize=fake.begin)
+        parallel = parallel_of(module)
+        parallel.layouts[loss_key(subject.loss, training=True)] = names
+        if parallel.pipeline is not None:
+            parallel.pipeline.wire = FakeWire(parallel.mesh, shapes)
         optimizer = subject.optimizer(module)
-        fake.watch.parameters(module.parameters())
-        fake.watch.enter("optimizer")
+        fake.watch.built(module)
         without_update(optimizer)
         fake.watch.states(optimizer)
+        # Shapes of hidden tensors cross in the first step alone.
+        steps = 1 if parallel.pipeline is None else 2
         sizes = micro_batch_sizes(plan, mesh.data_coord(kind.rank))
-        train(module, optimizer, subject, [lambda n=size: subject.batch(n) for size in sizes], fake.watch)
+        train(module, optimizer, subject, [lambda n=size: subject.batch(n) for size in sizes], fake.watch, steps)
         phases, calls = fake.watch.ledger.phases(), fake.watch.traffic.calls
     seconds = time.perf_counter() - started
     run = RankRun(
@@ -165,10 +194,8 @@ def train(
     steps: int = 1,
 ) -> None:
     """Steps of the Trainer's own parts on the same batches; the last one is measured."""
-    parallel, ledger = parallel_of(module), watch.ledger
-    watch.parameters(module.parameters())
-    for buffer in module.buffers():
-        ledger.see(buffer)
+    parallel = parallel_of(module)
+    watch.built(module)
     micros = [MicroBatch(make(), 1.0, 1) for make in batches]
     norm_limit = parallel.plan.recipe.optimizer.clip_norm
     clip = None if norm_limit == "off" else norm_limit

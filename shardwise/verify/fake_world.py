@@ -6,6 +6,9 @@ What a program learns from other ranks or from a tensor's value has to be made u
   every rank; that their collectives match is checked afterwards, sequence against sequence;
 - a number read from a tensor is one (true): counts are then above zero and losses finite, the path of a sound step.
 
+- a hidden tensor that comes from another stage has the shape that the rank which sends it gave it in its own dry run,
+  or (in an interleaved schedule, where that rank comes later) that of this rank's own; sizes are compared afterwards.
+
 Modules are built and wrapped on meta with real meshes; tensors without data come in where they get their storage.
 """
 
@@ -16,8 +19,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise import ranks
-from shardwise.errors import BadInput
-from shardwise.torch_private import OperatorMode, fake_store, without_data
+from shardwise.errors import BadInput, ModelError
+from shardwise.parallel.device_mesh import Mesh
+from shardwise.parallel.pipeline import Shape, Wire
+from shardwise.torch_private import OperatorMode, fake_store, forget_layouts, without_data
 from shardwise.verify.live_bytes import Watch
 
 
@@ -40,6 +45,7 @@ class FakeWorld:
                 fix="run shardwise verify by itself, not under torchrun",
             )
         self._pretended.__enter__()
+        forget_layouts()
         if self.world > 1:
             dist.init_process_group("fake", rank=self.rank, world_size=self.world, store=fake_store())
         self._push(Placing(self.mode))
@@ -55,6 +61,7 @@ class FakeWorld:
         self._pop_all()
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_layouts()
         self._pretended.__exit__(None, None, None)
 
     def _push(self, mode: Any) -> None:
@@ -90,3 +97,26 @@ def one(tensor: torch.Tensor) -> float | int | bool:
     if tensor.is_floating_point():
         return 1.0
     return True if tensor.dtype is torch.bool else 1
+
+
+class FakeWire(Wire):
+    """A pipeline's wire that knows what shapes others send. `sent`: by the sender's place, kept from rank to rank."""
+
+    def __init__(self, mesh: Mesh, sent: dict[int, list[Shape]]) -> None:
+        super().__init__(mesh)
+        self.sent = sent
+        self.taken: dict[int, int] = {}
+
+    def send_shape(self, shape: Shape, receiver: int) -> tuple[Any, torch.Tensor]:
+        self.sent.setdefault(self.here, []).append(shape)
+        return super().send_shape(shape, receiver)
+
+    def receive_shape(self, sender: int) -> Shape:
+        """Raises: ModelError where no stage has sent anything yet."""
+        super().receive_shape(sender)
+        known = self.sent.get(sender) or self.sent.get(self.here)
+        if not known:
+            raise ModelError("A stage receives before any stage sends.", fix="run the ranks from the first stage on")
+        position = self.taken.get(sender, 0)
+        self.taken[sender] = position + 1
+        return known[min(position, len(known) - 1)]

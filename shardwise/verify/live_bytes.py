@@ -114,6 +114,7 @@ class Watch(OperatorMode):
         """Forget what came before, but not what is live: the step that counts begins."""
         self.ledger.begin()
         self.traffic.calls.clear()
+        self.enter("forward")
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -153,10 +154,15 @@ class Watch(OperatorMode):
                 self.ledger.see(tensor, "gathered")
                 self.gradient_of(tensor)
 
-    def parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
+    def built(self, module: nn.Module) -> None:
+        """What stands before the first step; ends the phase of that name."""
+        for parameter in module.parameters():
             self.ledger.see(parameter, "parameters")
             self.gradient_of(parameter)
+        for buffer in module.buffers():
+            self.ledger.see(buffer)
+        if self.ledger.phase == "built":
+            self.enter("rest")
 
     def gradient_of(self, tensor: torch.Tensor) -> None:
         """Count this leaf's gradient as one from where it is made."""

@@ -176,3 +176,7 @@ def test_what_a_sharded_unit_holds_whole_is_found() -> None:
         assert torch_private.gathered(unit)[0] == []
     finally:
         dist.destroy_process_group()
+
+
+def test_dtensors_caches_can_be_emptied() -> None:
+    torch_private.forget_layouts()
