@@ -143,6 +143,13 @@ def _weight_targets(entries: Mapping[str, TensorEntry], current: Snapshot, names
     targets = {name: tensor for name, tensor in current.shared.items() if name.startswith("model/")}
     saved = {name for name in entries if name.startswith("model/")}
     _refuse_difference("weights", saved, names.weights, fix="build the model that was saved")
+    for name, first in current.aliases.items():
+        if entries[name].name != entries[first].name:
+            raise CheckpointError(
+                f"{name!r} and {first!r} are one weight here, and were saved as two.",
+                why="only one of them could be loaded",
+                fix="build the model that was saved, with these two not tied",
+            )
     return targets
 
 

@@ -332,6 +332,17 @@ def test_a_parameter_without_a_module_is_refused_at_save(tmp_path: Path) -> None
     Checkpointer(tmp_path, {"a": module, "b": other}, optimizer).save(1)
 
 
+def test_two_weights_are_not_loaded_into_one(tmp_path: Path) -> None:
+    apart = Tied()
+    apart.head.weight = nn.Parameter(apart.embed.weight.detach() + 1)
+    Checkpointer(tmp_path, apart).save(1)
+    module = Tied()
+    before = module.embed.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"'model/head.weight' and 'model/embed.weight' are one weight here"):
+        Checkpointer(tmp_path, module).resume()
+    assert torch.equal(module.embed.weight, before)
+
+
 def test_a_checkpoint_of_another_world_is_refused_unless_asked(tmp_path: Path) -> None:
     store = MemoryStore()
     module = nn.Linear(2, 2)
