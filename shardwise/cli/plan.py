@@ -45,7 +45,7 @@ def _recipe(asked: Asked) -> Recipe:
     if Path(asked.target).suffix == ".toml":
         return recipes.load(asked.target, asked.overrides)
     kind = "preset" if asked.target in PRESETS else "config"
-    keys = {"model": {kind: asked.target}, "data": {"given": "not given"}, "run": "runs/planned"}
+    keys = {"model": {kind: asked.target}, "data": {"given": recipes.SHAPE_ALONE}, "run": "runs/planned"}
     return recipes.from_keys(recipes.with_overrides(keys, _assumed(asked.overrides)), "plan")
 
 

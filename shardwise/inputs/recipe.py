@@ -58,6 +58,10 @@ class Source(Value, frozen=True):
     weight: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
 
 
+# `given` where a shape alone was planned: its sequence length is an assumption, and is counted with.
+SHAPE_ALONE = "not given"
+
+
 class DataSpec(Value, frozen=True):
     """Exactly one of text, mixture; `given` is set by a Trainer that was handed a data object."""
 
@@ -69,6 +73,11 @@ class DataSpec(Value, frozen=True):
     valid_fraction: Fraction = 0.01
     text_key: str = "text"
     workers: Literal["auto"] | NonNegative = "auto"
+
+    @property
+    def length_is_known(self) -> bool:
+        """Whether samples are `sequence_length` tokens long; those of a Trainer's own data may be anything."""
+        return self.given in (None, SHAPE_ALONE)
 
 
 class BatchSpec(Value, frozen=True):

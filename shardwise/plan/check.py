@@ -104,32 +104,6 @@ def _axis_runs(axis: str, later: str) -> Rule:
     return rule
 
 
-def zero_stage_runs(plan: Plan, world: int) -> Violation | None:
-    zero = plan.decision.zero
-    if zero in (0, 3):
-        return None
-    return Violation(
-        rule="zero_stage_runs",
-        what=f"zero = {zero} is planned only: this engine does not run it yet.",
-        why="the engine runs zero 0 (whole copies) and zero 3 (full shard)",
-        fix="train.plan.zero = 3",
-        apply={"train.plan.zero": 3},
-    )
-
-
-def hybrid_sharding_runs(plan: Plan, world: int) -> Violation | None:
-    mesh = plan.decision.mesh
-    if mesh.dp_replicate == 1 or mesh.dp_shard == 1:
-        return None
-    return Violation(
-        rule="hybrid_sharding_runs",
-        what=f"dp_replicate = {mesh.dp_replicate} with dp_shard = {mesh.dp_shard} is planned only.",
-        why="hybrid sharding (copies of sharded groups) is not part of the engine yet",
-        fix='train.plan.dp_replicate = 1 and dp_shard = "auto"',
-        apply={"train.plan.dp_replicate": 1, "train.plan.dp_shard": "auto"},
-    )
-
-
 def _option_runs(key: str) -> Rule:
     """The rule that the engine runs only "none" of this option yet."""
 
@@ -247,12 +221,32 @@ def heads_divide(plan: Plan, world: int) -> Violation | None:
     if plan.arch is None or (plan.arch.num_heads % tp == 0 and plan.arch.num_kv_heads % tp == 0):
         return None
     dividing = math.gcd(tp, plan.arch.num_heads, plan.arch.num_kv_heads)
+    heads = math.gcd(plan.arch.num_heads, plan.arch.num_kv_heads)
+    others = [str(degree) for degree in range(2, heads + 1) if heads % degree == 0 and degree != dividing]
     return Violation(
         rule="heads_divide",
         what=f"tp = {tp} does not divide {plan.arch.num_heads} heads and {plan.arch.num_kv_heads} key-value heads.",
         why="tensor parallel gives each rank whole heads",
-        fix=f"train.plan.tp = {dividing}, or another divisor of both",
+        fix=f"train.plan.tp = {' or '.join([str(dividing), *others])}",
         apply={"train.plan.tp": dividing, **_REPLAN},
+    )
+
+
+def sequence_divides(plan: Plan, world: int) -> Violation | None:
+    """Sequence parallel gives each tp rank as many positions. A module of the user's own says so itself, when it runs.
+
+    Our decoder is split by position unless that is turned off; roles of the user's own may leave it whole.
+    """
+    length, tp, model = plan.recipe.data.sequence_length, plan.decision.mesh.tp, plan.recipe.model
+    split = plan.arch is not None and not model.roles if model.sequence_parallel == "auto" else model.sequence_parallel
+    if not split or length % tp == 0 or not plan.recipe.data.length_is_known:
+        return None
+    return Violation(
+        rule="sequence_divides",
+        what=f"data.sequence_length = {length} does not divide by tp = {tp}.",
+        why="sequence parallel gives each of the tp ranks as many positions",
+        fix=f"model.sequence_parallel = false, or data.sequence_length = {max(1, length // tp) * tp}",
+        apply={"model.sequence_parallel": "false"},
     )
 
 
@@ -409,6 +403,7 @@ RULES: tuple[Rule, ...] = (
     sequence_fits_the_model,
     vocabulary_holds_the_tokens,
     heads_divide,
+    sequence_divides,
     schedule_belongs_to_a_pipeline,
     schedule_has_its_micro_batches,
     each_stage_has_a_block,

@@ -51,14 +51,10 @@ class Row(NamedTuple):
 
 PIPELINES = " ".join(SCHEDULES[1:])
 ZERO_BUBBLE = "interleaved-zb zbv"
+SHARDED = "zero1 zero2 zero3 hybrid1 hybrid2 hybrid3"
 CELLS = "tests/distributed/test_combinations.py::test_a_cell_that_runs_gives_the_hand_written_loop"
 COMPILED = "tests/distributed/test_parity.py::test_compiled_blocks_compose_with_data_parallel"
 
-WHOLE_UNDER_PIPELINE = Refusal(
-    "a stage's weights and gradients stay whole until its last micro-batch, so this would save what zero 1 saves",
-    "data", "zero1",
-)  # fmt: skip
-WHOLE_COPIES_UNDER_PIPELINE = WHOLE_UNDER_PIPELINE._replace(instead="hybrid1")
 LATE_WEIGHTS = Refusal(
     "zero bubble makes the weights' gradients after the backward in which a sharded module reduces them",
     "schedule", "1f1b",
@@ -79,9 +75,7 @@ COMPILED_ZERO = Refusal("no test holds compiled blocks with zero 1, 2 or hybrid 
 
 TABLE: tuple[Row, ...] = (
     #    schedule  data                  recompute         compile   tensor  verdict
-    Row(PIPELINES, "zero2 zero3", "any", "any", "any", WHOLE_UNDER_PIPELINE),
-    Row(PIPELINES, "hybrid2 hybrid3", "any", "any", "any", WHOLE_COPIES_UNDER_PIPELINE),
-    Row(ZERO_BUBBLE, "zero1 hybrid1", "any", "any", "any", LATE_WEIGHTS),
+    Row(ZERO_BUBBLE, SHARDED, "any", "any", "any", LATE_WEIGHTS),
     Row(ZERO_BUBBLE, "any", "selective full", "any", "any", TWO_BACKWARDS),
     Row(ZERO_BUBBLE, "any", "any", "blocks", "any", ONE_PIECE),
     Row("any", "any", "any", "blocks", "yes", COMPILED_TENSOR),

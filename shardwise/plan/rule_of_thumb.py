@@ -96,7 +96,7 @@ def activation_bytes(plan: Plan, recompute: str | None = None) -> int | None:
 
     `recompute` in place of the plan's. One block more than a recomputed one keeps is alive in its backward.
     """
-    if plan.arch is None or plan.recipe.data.given is not None:
+    if plan.arch is None or not plan.recipe.data.length_is_known:
         return None
     decision = plan.decision
     one = _activations_of_one(plan.arch, plan.recipe.data.sequence_length, decision, recompute or decision.recompute)
@@ -211,26 +211,40 @@ def bytes_at_rest(plan: Plan) -> int | None:
 
 def _at_rest(shape: Arch | int | None, per_parameter: Bytes, decision: Decision) -> int:
     """Of the fullest rank."""
-    return _states(shape, per_parameter, decision.mesh, decision.zero, decision.stages_per_rank)
+    held = parameters_of_a_rank(shape, decision.mesh, decision.schedule, decision.stages_per_rank)
+    return _bytes_of(held, per_parameter, decision.mesh, decision.zero)
 
 
-def _states(shape: Arch | int | None, per_parameter: Bytes, mesh: MeshShape, zero: Zero, stages_per_rank: int) -> int:
-    part = _parameters_of_a_rank(shape, mesh.pp, stages_per_rank) / mesh.tp
+def _bytes_of(parameters: int, per_parameter: Bytes, mesh: MeshShape, zero: Zero) -> int:
+    """What a rank keeps of so many parameters between steps, with what their sharding leaves it."""
     weight = per_parameter.weight / (mesh.dp_shard if zero >= 3 else 1)
     gradient = per_parameter.gradient / (mesh.dp_shard if zero >= 2 else 1)
     states = per_parameter.states / (mesh.dp_shard if zero >= 1 else 1)
-    return math.ceil(part * (weight + gradient + states))
+    return math.ceil(parameters * (weight + gradient + states))
 
 
-def _parameters_of_a_rank(shape: Arch | int | None, pp: int, stages_per_rank: int) -> float:
-    """Of the pipeline rank that holds most: its blocks (stages may be uneven), and the embedding or the head."""
+def parameters_of_a_rank(shape: Arch | int | None, mesh: MeshShape, schedule: str, stages_per_rank: int = 1) -> int:
+    """Of the rank that holds most, before any sharding over data-parallel ranks.
+
+    Stages may be uneven; the first holds the embedding, the last the norm and the head (a tied one as a copy). Tensor
+    parallel splits matrices, by the vocabulary too, and leaves norms whole. Of a mere number: an even part.
+    """
+    pp, tp = mesh.pp, mesh.tp
     if shape is None or isinstance(shape, int):
-        return (shape or 0) / pp
-    if pp == 1:
-        return shape.parameters()
-    blocks = stages_per_rank * math.ceil(shape.num_layers / (pp * stages_per_rank))
-    outer = shape.vocab_size * shape.hidden_size + shape.hidden_size
-    return min(shape.parameters(), blocks * shape.block_parameters() + outer)
+        return math.ceil((shape or 0) / (pp * tp))
+    hidden, stages = shape.hidden_size, pp * stages_per_rank
+    if stages > shape.num_layers:  # check refuses it: there is no such rank
+        return math.ceil(shape.parameters() / tp)
+    vocabulary = math.ceil(shape.vocab_size / tp) * hidden
+    ffn = shape.ffn_parameters() // shape.ffn_size * math.ceil(shape.ffn_size / tp)
+    block = shape.attention_parameters() // tp + ffn + 2 * hidden
+    held = [0] * pp
+    for stage, blocks in enumerate(schedules.stage_blocks(shape.num_layers, stages)):
+        held[schedules.rank_of_stage(schedule, stage, pp)] += len(blocks) * block
+    last = schedules.rank_of_stage(schedule, stages - 1, pp)
+    held[0] += vocabulary
+    held[last] += hidden + (0 if last == 0 and shape.tied_embeddings else vocabulary)
+    return max(held)
 
 
 def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, str]:
@@ -341,7 +355,8 @@ def _three_axes(
     have = usable_bytes(cluster, ranks) * STATES_SHARE
 
     def at_rest(pp: int) -> int:
-        return _states(shape, per_parameter, MeshShape(pp=pp, tp=tp, dp_shard=ranks // (tp * pp)), 1, 1)
+        mesh = MeshShape(pp=pp, tp=tp, dp_shard=ranks // (tp * pp))
+        return _bytes_of(parameters_of_a_rank(shape, mesh, "1f1b"), per_parameter, mesh, 1)
 
     pp = next((pp for pp in degrees if at_rest(pp) <= have), degrees[-1])
     shard = ranks // (tp * pp)
@@ -366,11 +381,11 @@ def _requested_mesh(
     Under a pipeline sharding is zero 1: stages keep weights and gradients whole until their last micro-batch.
     """
     data = max(1, ranks // (request.pp * request.cp * request.tp))
-    per_rank = 1 if request.stages_per_rank == "auto" else request.stages_per_rank
-    part = None if shape is None else math.ceil(_parameters_of_a_rank(shape, request.pp, per_rank) / request.tp)
+    parts = MeshShape(pp=request.pp, tp=request.tp)
+    part = None if shape is None else parameters_of_a_rank(shape, parts, *_schedule(request, request.pp))
     fits, reason = _fits(part, per_parameter, cluster, ranks)
     if request.pp * request.tp > 1:
-        reason = f"the fullest of {request.pp * request.tp} parts: {reason}"
+        reason = f"the fullest of {request.pp * request.tp} ranks that hold the model together: {reason}"
     whole = request.zero == 0 or (request.zero == "auto" and fits)
     replicate, shard = _data_degrees(request, data, whole)
     mesh = MeshShape(pp=request.pp, dp_replicate=replicate, dp_shard=shard, cp=request.cp, tp=request.tp, ep=request.ep)
@@ -398,7 +413,7 @@ def _with_recompute(
     """The least recompute with which micro-batches of one sample fit; what train.plan says is obeyed."""
     if request is not None:
         return decision, (f"recompute {request.recompute}: asked for",) if request.recompute != "none" else ()
-    if arch is None or recipe.data.given is not None or cluster.kind == "cpu":
+    if arch is None or not recipe.data.length_is_known or cluster.kind == "cpu":
         return decision, ()
     length, room = recipe.data.sequence_length, _room(cluster, decision, at_rest)
     needs = {option: _activations_of_one(arch, length, decision, option) for option in RECOMPUTE}

@@ -39,12 +39,10 @@ def test_what_runs_names_a_test_that_exists(test: str) -> None:
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_sharded_weights_and_zero_bubble_and_compiled_stages_are_refused() -> None:
+def test_zero_bubble_takes_whole_copies_alone_and_any_other_schedule_any_sharding() -> None:
     for cell in ALL:
         refused = isinstance(combinations.verdict(cell), Refusal)
-        if cell.schedule != "none" and cell.data in ("zero2", "zero3", "hybrid2", "hybrid3"):
-            assert refused
         if cell.schedule in ("interleaved-zb", "zbv"):
             assert refused == (cell[1:4] not in (("one", "none", "off"), ("zero0", "none", "off")))
-        if cell.compile == "blocks" and (cell.schedule != "none" or cell.tensor == "yes" or cell.recompute != "none"):
-            assert refused
+        elif cell.compile == "off":
+            assert not refused
