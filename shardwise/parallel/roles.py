@@ -7,13 +7,18 @@ whole on every rank, and `why` says so.
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
+from shardwise.models.decoder import Attention, Decoder, FeedForward
 from shardwise.names import canonical
+from shardwise.torch_private import parameter_slots
 
 ROLES = ("column", "row", "embedding", "head", "replicated")
 # Names of layers as Llama, Qwen, Mistral, GPT-NeoX, OPT, BERT, torch and nanoGPT-like models write them.
@@ -53,12 +58,16 @@ class Region(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """What is split. `sequence`: whether all else works position by position, so that it may be split by position."""
+    """What is split. `sequence`: whether all with weights outside the regions works position by position.
+
+    `known`: whether what has no weights does so too; that is known of our decoder alone, and else the user's word.
+    """
 
     regions: tuple[Region, ...]
     embedding: str
     head: str
     sequence: bool
+    known: bool
     why: tuple[str, ...]
 
 
@@ -69,20 +78,134 @@ def of(module: nn.Module, blocks: Sequence[nn.Module], given: Mapping[str, str] 
     """
     named = _by_pattern(module, given or {})
     regions, why = _given_regions(module, named), []
+    for region in regions:
+        _require_splits(module, region)
     taken = {path for region in regions for path in (*region.columns, region.row)}
     paths = {inner: canonical(name) for name, inner in module.named_modules()}
     for block in blocks:
         for inner in block.modules():
             region, reason = _guess(inner, paths[inner])
-            if region is None:
-                why += [reason] if reason else []
-            elif not taken & {*region.columns, region.row} and not named.keys() & {*region.columns, region.row}:
+            layers = {*region.columns, region.row} if region is not None else set()
+            if layers & taken or layers & named.keys():
+                continue
+            if region is not None and not isinstance(inner, Attention | FeedForward):
+                reason = _doubt(module, region)
+            if region is not None and not reason:
                 regions.append(region)
+            why += [reason] if reason else []
     embedding, head, reason = _ends(module, blocks, named, paths)
     why += [reason] if reason else []
     sequence, reason = _position_wise(module, blocks, regions, embedding, head, paths)
     why += [reason] if reason else []
-    return Roles(tuple(regions), embedding, head, sequence, tuple(dict.fromkeys(why)))
+    known = any(isinstance(inner, Decoder) for inner in module.modules())
+    if sequence and not known:
+        why.append("no sequence parallel unless asked for: what has no weights may look at several positions")
+    return Roles(tuple(regions), embedding, head, sequence, known, tuple(dict.fromkeys(why)))
+
+
+def _doubt(module: nn.Module, region: Region) -> str:
+    """Why a guess is not taken; empty where it was tried and holds."""
+    holds = splits(module, region)
+    if holds is None:
+        return (
+            f"{region.path} stays whole: it could not be tried by itself, on a hidden tensor alone; "
+            "model.roles says what is known of it"
+        )
+    return "" if holds else f"{region.path} stays whole: split in two it computes something else"
+
+
+def _require_splits(module: nn.Module, region: Region) -> None:
+    """Raises: ModelError for a region of given roles that was tried and computes something else when it is split."""
+    holds = splits(module, region)
+    count = _own_count(module.get_submodule(region.path))
+    if holds is None and count:
+        raise ModelError(
+            f"model.roles: {region.path} counts its heads by {count}, and could not be tried when split.",
+            why="tensor parallel gives it fewer heads, and its own count stays",
+            fix="'replicated' for its layers, or a forward that takes the number of heads from the width",
+        )
+    if holds is False:
+        raise ModelError(
+            f"model.roles: {region.path or 'the model'} computes something else when it is split as given.",
+            why="tried in two parts on a random hidden tensor; it may count its heads by itself, cut its width into "
+            "pieces, or mix what lies between its layers",
+            fix="'replicated' for its layers, or a forward that takes its sizes from what it is given",
+        )
+
+
+@torch.no_grad()
+def splits(module: nn.Module, region: Region) -> bool | None:
+    """Whether the parts of a region, one after another with their part of the weights, sum up to the whole.
+
+    None where it cannot be tried: weights on meta, or a forward that takes more than a hidden tensor. It is tried on 8
+    random positions in eval mode; the caller's generators are as before.
+    """
+    inner, row = module.get_submodule(region.path), module.get_submodule(region.row)
+    columns = [module.get_submodule(path) for path in region.columns]
+    weight = columns[0].weight
+    if weight.is_meta or isinstance(weight, DTensor):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 4, columns[0].in_features, generator=generator).to(weight)
+    parts = _smallest_split(region, columns)
+    modes = [(one, one.training) for one in inner.modules()]
+    with torch.random.fork_rng(devices=[]):
+        inner.eval()
+        try:
+            try:
+                whole = inner(x)
+            except Exception:
+                return None
+            try:
+                total = sum(_part(inner, columns, row, region, x, part, parts) for part in range(parts))
+            except Exception:
+                return False
+        finally:
+            for one, training in modes:
+                one.training = training
+    if not isinstance(whole, torch.Tensor) or not isinstance(total, torch.Tensor) or total.shape != whole.shape:
+        return None
+    if row.bias is not None:
+        total = total + row.bias
+    # Wrong splits are wrong by the size of the values; rounding is below 1e-3 of it in every dtype of a master.
+    return bool((total - whole).norm() <= 1e-3 * whole.norm())
+
+
+def _smallest_split(region: Region, columns: Sequence[nn.Module]) -> int:
+    """Into how many parts: the smallest number above one that cuts between heads."""
+    sizes = region.parts or tuple(layer.out_features for layer in columns)
+    units = [size // region.head_dim for size in sizes] if region.head_dim > 1 else [2]
+    common = math.gcd(*units)
+    return next((n for n in range(2, common + 1) if common % n == 0), 1)
+
+
+def _part(
+    inner: nn.Module,
+    columns: Sequence[nn.Module],
+    row: nn.Module,
+    region: Region,
+    x: torch.Tensor,
+    part: int,
+    parts: int,
+) -> torch.Tensor:
+    """One part's forward, with its pieces of the weights in their places."""
+    held = [(layer, dict(parameter_slots(layer))) for layer in [*columns, row]]
+    try:
+        for layer in columns:
+            slots = parameter_slots(layer)
+            for name, whole in list(slots.items()):
+                if whole is not None:
+                    slots[name] = torch.cat(
+                        [p.tensor_split(parts)[part] for p in whole.split(region.parts or len(whole))]
+                    )
+        slots = parameter_slots(row)
+        slots["weight"] = slots["weight"].tensor_split(parts, dim=1)[part]
+        slots["bias"] = None
+        outputs: torch.Tensor = inner(x)
+        return outputs
+    finally:
+        for layer, slots in held:
+            parameter_slots(layer).update(slots)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -158,6 +281,8 @@ def _guess(module: nn.Module, path: str) -> tuple[Region | None, str]:
         if row is not None and all(name in layers for name in columns) and len(columns) + 1 == len(layers):
             if any(True for child in module.children() if child not in layers.values() for _ in child.parameters()):
                 return None, f"{path} stays whole: there are other weights between its layers"
+            if any(layers[name].out_features != layers[row].in_features for name in columns):
+                return None, f"{path} stays whole: its layers' widths do not fit one another"
             return region(columns, row), ""
     return None, ""
 
@@ -167,13 +292,18 @@ def _attention(module: nn.Module, path: str, columns: Sequence[nn.Module]) -> tu
     head_dim = getattr(module, "head_dim", None)
     if not isinstance(head_dim, int):
         return 0, f"{path} stays whole: it has no head_dim, so it may count its heads by itself"
-    counts = [n for n in ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead") if hasattr(module, n)]
-    if counts:
-        return 0, f"{path} stays whole: it counts its heads by {counts[0]}"
+    if count := _own_count(module):
+        return 0, f"{path} stays whole: it counts its heads by {count}"
     inner = [child for child in module.children() if not is_linear(child)]
     if any(p.numel() != head_dim for child in inner for p in child.parameters()):
         return 0, f"{path} stays whole: it has weights across heads"
     return head_dim, ""
+
+
+def _own_count(module: nn.Module) -> str:
+    """The attribute by which an attention counts its heads itself, which a split does not change; empty without one."""
+    names = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
+    return next((name for name in names if hasattr(module, name)), "")
 
 
 def _ends(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardwise.data.order import seed_of
 from shardwise.errors import ModelError
 from shardwise.names import canonical
 from shardwise.parallel.collectives import Copied, Gathered, Joined, Scattered, Summed
@@ -28,10 +29,15 @@ Localize = Callable[[str, DTensor], torch.Tensor | None]
 
 
 class TensorParallel:
-    """A module's tensor-parallel part. `sequence`: whether activations between the regions are split by position."""
+    """A module's tensor-parallel part.
 
-    def __init__(self, module: nn.Module, group: Any, partial: set[str], sequence: bool) -> None:
-        self.module, self.group, self.partial, self.sequence = module, group, partial, sequence
+    sequence: whether activations between the regions are split by position. why: what stays whole, and the reasons.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: Any, partial: set[str], sequence: bool, why: tuple[str, ...] = ()
+    ) -> None:
+        self.module, self.group, self.partial, self.sequence, self.why = module, group, partial, sequence, why
 
     def finish(self) -> None:
         """Gradients of weights that every rank holds whole, and of which each saw a part, are summed: one all-reduce.
@@ -66,7 +72,7 @@ def apply(
             why="; ".join(roles.why),
             fix='model.sequence_parallel = "auto"',
         )
-    chosen = roles.sequence if sequence == "auto" else bool(sequence)
+    chosen = roles.sequence and roles.known if sequence == "auto" else bool(sequence)
     modules = {canonical(name): inner for name, inner in module.named_modules()}
     regions = [region for region in roles.regions if region.row in modules]
     for region in regions:
@@ -76,7 +82,7 @@ def apply(
     _distribute(module, split, tp)
     group = tp.get_group()
     _localize(modules, regions, roles, group, sequence=chosen, vocabulary_loss=vocabulary_loss, tp=tp)
-    return TensorParallel(module, group, partial, chosen)
+    return TensorParallel(module, group, partial, chosen, roles.why)
 
 
 def _require_whole_heads(region: Region, modules: Mapping[str, nn.Module], tp: int) -> None:
@@ -192,12 +198,12 @@ def _localize(
 ) -> None:  # fmt: skip
     around: dict[str, Around] = {}
     enter, leave = (Gathered, Scattered) if sequence else (Copied, Summed)
-    for region in regions:
-        around[region.row] = _row(modules[region.row], leave, group)
+    for number, region in enumerate(regions):
+        draws = None if sequence else _Apart(number, tp.get_local_rank())
+        around[region.row] = _row(modules[region.row], leave, group, draws)
         if region.parts:
             for path in region.columns:
                 around[path] = Around(modules[path], localize=_pieces(region.parts, tp))
-        draws = None if sequence else _Apart(tp.get_local_rank())
         around[region.path] = _region(modules[region.path], enter, group, draws)
     if roles.embedding in modules and isinstance(modules[roles.embedding], nn.Embedding):
         around[roles.embedding] = _embedding(modules[roles.embedding], leave, group, tp, sequence=sequence)
@@ -208,22 +214,64 @@ def _localize(
             inner.forward = around.get(path) or Around(inner)
 
 
-def _first_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Before:
-    """Change the first tensor that a module is given: the hidden one."""
+def _hidden(change: Callable[[torch.Tensor], torch.Tensor]) -> Before:
+    """Change the first tensor that a module is given, the hidden one, and every other like it.
+
+    Like it: floating and of its shape (a query, a key and a value), or with a gradient to be summed. What comes twice
+    crosses once.
+    """
 
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args and isinstance(args[0], torch.Tensor):
-            return (change(args[0]), *args[1:]), kwargs
-        name = next((key for key, value in kwargs.items() if isinstance(value, torch.Tensor)), None)
-        if name is None:
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if first is None:
             raise ModelError("A split module was called without a tensor.", fix="give the hidden tensor first")
-        return args, {**kwargs, name: change(kwargs[name])}
+        changed: dict[int, torch.Tensor] = {}
+
+        def of(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not (value is first or _is_hidden(value, first)):
+                return value
+            if id(value) not in changed:
+                changed[id(value)] = change(value)
+            return changed[id(value)]
+
+        return tuple(of(value) for value in args), {key: of(value) for key, value in kwargs.items()}
 
     return before
 
 
-def _row(module: nn.Module, leave: Any, group: Any) -> Around:
-    """The bias is added once, after the sum."""
+def _is_hidden(value: torch.Tensor, first: torch.Tensor) -> bool:
+    return value.is_floating_point() and (value.shape == first.shape or value.requires_grad)
+
+
+class _Apart:
+    """A random stream of this rank's own between a region's column layers and its row layer.
+
+    What is whole on every rank must be dropped alike, what is split must not. The stream's seed is that of the
+    micro-batch, the region and the rank, so recompute draws the same again; the shared one stands still meanwhile.
+    """
+
+    def __init__(self, region: int, here: int) -> None:
+        self.region, self.here = region, here
+        self.shared: list[torch.Tensor] = []
+        self.device = torch.device("cpu")
+
+    def begin(self, device: torch.device) -> None:
+        self.device, self.shared = device, [torch.get_rng_state()]
+        if device.type == "cuda":
+            self.shared.append(torch.cuda.get_rng_state(device))
+        torch.manual_seed(seed_of(torch.initial_seed(), "split region", self.region, self.here))
+
+    def end(self) -> None:
+        """Idempotent: the row layer ends it, and the region does so where an error came before."""
+        if self.shared:
+            torch.set_rng_state(self.shared[0])
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(self.shared[1], self.device)
+            self.shared = []
+
+
+def _row(module: nn.Module, leave: Any, group: Any, draws: _Apart | None) -> Around:
+    """The bias is added once, after the sum; from there on all ranks hold the same, and draw the same."""
     bias: list[torch.Tensor] = []
 
     def localize(name: str, master: DTensor) -> torch.Tensor | None:
@@ -234,6 +282,8 @@ def _row(module: nn.Module, leave: Any, group: Any) -> Around:
 
     def after(outputs: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = leave.apply(outputs, group)
+        if draws is not None:
+            draws.end()
         return total + bias.pop() if bias else total
 
     return Around(module, after=after, localize=localize)
@@ -253,32 +303,8 @@ def _pieces(parts: tuple[int, ...], tp: DeviceMesh) -> Localize:
     return localize
 
 
-class _Apart:
-    """A random stream of this rank's own while a split region runs, a function of the shared one.
-
-    Shared: what is whole on every rank must be dropped alike; what is split must not. The shared stream moves on by one
-    draw, on all ranks alike, so that recompute finds it again.
-    """
-
-    def __init__(self, here: int) -> None:
-        self.here = here
-
-    def begin(self, device: torch.device) -> list[torch.Tensor]:
-        seed = int(torch.randint(0, 2**62, ()))
-        shared = [torch.get_rng_state()]
-        if device.type == "cuda":
-            shared.append(torch.cuda.get_rng_state(device))
-        torch.manual_seed((seed + self.here + 1) % 2**63)
-        return shared
-
-    def end(self, device: torch.device, shared: list[torch.Tensor]) -> None:
-        torch.set_rng_state(shared[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(shared[1], device)
-
-
 def _region(module: nn.Module, enter: Any, group: Any, draws: _Apart | None) -> Around:
-    around = Around(module, before=_first_tensor(lambda x: enter.apply(x, group)))
+    around = Around(module, before=_hidden(lambda x: enter.apply(x, group)))
     if draws is not None:
         inner = around.forward
 
@@ -288,11 +314,11 @@ def _region(module: nn.Module, enter: Any, group: Any, draws: _Apart | None) -> 
             device = next(
                 (a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), torch.device("cpu")
             )
-            shared = draws.begin(device)
+            draws.begin(device)
             try:
                 return inner(*args, **kwargs)
             finally:
-                draws.end(device, shared)
+                draws.end()
 
         around.forward = drawing
     return around
@@ -321,7 +347,7 @@ def _embedding(module: nn.Module, leave: Any, group: Any, tp: DeviceMesh, *, seq
         total: torch.Tensor = leave.apply(found, group)
         return total
 
-    return Around(module, before=_first_tensor(before), after=after)
+    return Around(module, before=_hidden(before), after=after)
 
 
 def _head(module: nn.Module, enter: Any, group: Any, tp: DeviceMesh, *, vocabulary_loss: bool) -> Around:
@@ -339,4 +365,4 @@ def _head(module: nn.Module, enter: Any, group: Any, tp: DeviceMesh, *, vocabula
             outputs, tp, [Shard(len(shape) - 1)], run_check=False, shape=torch.Size(shape), stride=stride
         )
 
-    return Around(module, before=_first_tensor(lambda x: enter.apply(x, group)), after=after)
+    return Around(module, before=_hidden(lambda x: enter.apply(x, group)), after=after)

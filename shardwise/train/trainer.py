@@ -36,6 +36,7 @@ from shardwise.optimizer.schedules import Schedule
 from shardwise.parallel.parallelize import parallel_of, parallelize, refuse_mixing
 from shardwise.plan.plan import Plan
 from shardwise.profiling import probe
+from shardwise.resilience.guards import Guards
 from shardwise.resilience.leaving import in_order
 from shardwise.resilience.signals import StopSignals
 from shardwise.train import failure, opening, setup
@@ -266,12 +267,18 @@ class Trainer:
         norm = math.sqrt(extra[0]) / (divisor(outcome) * self.scaler.scale)
         applied = self._update(outcome, norm, gradients, number)
         self.number = number
-        WHERE.phase = "loop body"
         lr = float(self.optimizer.param_groups[0]["lr"])
         step = Step(number, outcome.loss, norm, lr, outcome.metrics, outcome.losses, micros.samples, micros.epoch,
                     ranks.is_main(), applied)  # fmt: skip
         self.journal.step(number, outcome.loss, norm, lr, dict(outcome.metrics), micros.samples, micros.next_position,
                           time.perf_counter() - started)  # fmt: skip
+        if self.guards.due(number):
+            WHERE.phase = "guard"
+            # What is not finite has no bits to agree on.
+            alike = {"loss": outcome.loss, "gradient norm": norm} if applied else {}
+            divided = work.divisors or dict.fromkeys(outcome.losses, divisor(outcome))
+            self.guards.check(number, counted=sums.counts(), divided=divided, alike=alike)
+        WHERE.phase = "loop body"
         return step
 
     def _update(self, outcome: StepLoss, norm: float, gradients: list[torch.Tensor], number: int) -> bool:
@@ -366,10 +373,19 @@ class Trainer:
                 fix="make a new Trainer, or save before the loop is left (checkpoint.every_steps, trainer.save())",
             )
         WHERE.step = self.number
+        self.guards = Guards(
+            self.model, self.plan.decision.mesh,
+            every_steps=recipe.train.guard_every_steps, aliases=self.parallel.aliases,
+        )  # fmt: skip
+        if self.guards.every_steps:
+            # One start: ranks that built or loaded other weights would train apart from the first step.
+            self.guards.check(self.number, counted={}, divided={}, alike={})
         self.journal.started(ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes)
         if ranks.is_main():
             run_folder.write_plan(opened.folder, self.plan)
         self.opened = True
+        for reason in self.parallel.tensor.why if self.parallel.tensor is not None else ():
+            self.journal.fallback("tensor parallel does not split all of the model", reason)
         if self.not_probed:
             self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
 

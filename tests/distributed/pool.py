@@ -104,6 +104,8 @@ def serve(rank: int, call_fd: int, result_fd: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from shardwise.torch_private import forget_layouts
+
     torch.set_num_threads(1)
     with os.fdopen(call_fd, "r") as calls, os.fdopen(result_fd, "w") as results:
         for line in calls:
@@ -122,6 +124,7 @@ def serve(rank: int, call_fd: int, result_fd: int) -> None:
                 answer = {"error": [type(error).__name__, traceback.format_exc()]}
             if dist.is_initialized() and "value" in answer:
                 dist.destroy_process_group()
+                forget_layouts()  # DTensor remembers meshes of a shape, and with them groups that are gone
             results.write(json.dumps(answer) + "\n")
             results.flush()
 
