@@ -90,7 +90,8 @@ def from_config_json(source: str | Path | Mapping[str, object]) -> Arch:
         config = source
     else:
         path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
-        config, name = _read_json(path), path.parent.name or path.stem
+        # A config.json is named by its folder, any other file by itself.
+        config, name = _read_json(path), (path.parent.name if path.stem == "config" else "") or path.stem
     kind = config.get("model_type", "missing")
     if kind not in LLAMA_STYLE or config.get("attention_bias") or config.get("mlp_bias"):
         raise RecipeError(

@@ -239,7 +239,7 @@ def sequence_divides(plan: Plan, world: int) -> Violation | None:
     """
     length, tp, model = plan.recipe.data.sequence_length, plan.decision.mesh.tp, plan.recipe.model
     split = plan.arch is not None and not model.roles if model.sequence_parallel == "auto" else model.sequence_parallel
-    if not split or length % tp == 0 or not plan.recipe.data.length_is_known:
+    if not split or length % tp == 0 or not plan.recipe.data.length_is_known or heads_divide(plan, world):
         return None
     return Violation(
         rule="sequence_divides",

@@ -4,21 +4,22 @@ import json
 
 from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
-from shardwise.plan.rule_of_thumb import bytes_at_rest
+from shardwise.plan.rule_of_thumb import activation_bytes, bytes_at_rest
+from shardwise.plan.schedules import stage_blocks
 from shardwise.units import format_bytes, format_count
 
 
 def text(plan: Plan) -> str:
     """The decision in a table, and its reasons."""
     rows = [("model", _model(plan)), ("machines", _machines(plan)), ("ranks", _ranks(plan))]
+    rows += [("pipeline", _pipeline(plan))] if plan.decision.mesh.pp > 1 else []
     rows += [
         ("batch", _batch(plan)),
         ("precision", plan.decision.precision),
+        ("recompute", plan.decision.recompute),
         ("compile", plan.decision.compile),
     ]
-    at_rest = bytes_at_rest(plan)
-    if at_rest is not None:
-        rows.append(("memory", f"{format_bytes(at_rest)} a rank between steps (weights, gradients, states)"))
+    rows += [("memory", said)] if (said := _memory(plan)) else []
     table = "\n".join(f"  {name:<10} {value}" for name, value in rows)
     return f"plan\n{table}\nwhy\n" + "\n".join(f"  - {reason}" for reason in plan.why)
 
@@ -44,12 +45,37 @@ def _ranks(plan: Plan) -> str:
     return f"{mesh.world}" + (f" = {used}" if used else "") + f", zero {zero}"
 
 
+def _pipeline(plan: Plan) -> str:
+    """The schedule, and how many blocks each stage has."""
+    decision = plan.decision
+    stages = decision.mesh.pp * decision.stages_per_rank
+    said = f"{decision.schedule}, {stages} stages, {decision.stages_per_rank} a rank"
+    if plan.arch is None or plan.arch.num_layers < stages:
+        return said
+    sizes = sorted({len(blocks) for blocks in stage_blocks(plan.arch.num_layers, stages)}, reverse=True)
+    return f"{said}, of {' or '.join(map(str, sizes))} {'block' if sizes == [1] else 'blocks'}"
+
+
 def _batch(plan: Plan) -> str:
     decision = plan.decision
     return (
-        f"{decision.global_batch} samples a step: {decision.mesh.data_parallel} data-parallel ranks x "
-        f"{decision.accumulation} micro-batches of up to {decision.micro_batch}"
+        f"{decision.global_batch} samples a step: {_count(decision.mesh.data_parallel, 'data-parallel rank')} x "
+        f"{_count(decision.accumulation, 'micro-batch', 'es')} of up to {decision.micro_batch}"
     )
+
+
+def _count(number: int, word: str, ending: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else ending}"
+
+
+def _memory(plan: Plan) -> str:
+    """Bytes between steps, and about how many the activations take; empty where the model's shape is not known."""
+    at_rest, kept = bytes_at_rest(plan), activation_bytes(plan)
+    if at_rest is None:
+        return ""
+    whose = "on the fullest rank" if plan.decision.mesh.pp > 1 else "a rank"
+    said = f"{format_bytes(at_rest)} {whose} between steps (weights, gradients, states)"
+    return said if kept is None else f"{said}, about {format_bytes(kept)} of activations in a step"
 
 
 def violations(found: tuple[Violation, ...]) -> str:

@@ -4,6 +4,7 @@ import io
 import json
 import math
 
+import msgspec
 import pytest
 
 from shardwise.errors import PlanInfeasible
@@ -25,7 +26,7 @@ from shardwise.events.values import (
 )
 from shardwise.inputs.arch import preset
 from shardwise.inputs.hardware import MachineFacts, local_cluster, parse_cluster
-from shardwise.inputs.recipe import from_keys
+from shardwise.inputs.recipe import PlanRequest, from_keys
 from shardwise.launch.outcome import FirstFailure
 from shardwise.plan.check import check
 from shardwise.plan.plan import Plan
@@ -230,3 +231,11 @@ def test_doctor_finds_what_is_missing_and_how_to_mend_it() -> None:
     unused = {one.name: one for one in doctor.findings(hidden, "2.13.0+cpu", versions)}
     assert not unused["GPUs"].ok and "MISSING" in doctor.text(tuple(unused.values()))
     assert doctor.values(well)["numpy"]["found"] == "2.0"
+
+
+def test_a_pipeline_is_told_with_its_schedule_its_stages_and_its_fullest_rank() -> None:
+    wished = msgspec.structs.replace(made().recipe.train, plan=PlanRequest(pp=3, recompute="full"))
+    recipe = msgspec.structs.replace(made().recipe, train=wished)
+    text = plan_report.text(plan(recipe, preset("decoder-2m"), parse_cluster("3xH100")))
+    assert "1f1b, 3 stages, 1 a rank, of 2 or 1 blocks" in text
+    assert "1 data-parallel rank x" in text and "recompute  full" in text and "on the fullest rank" in text
