@@ -22,26 +22,39 @@ from shardwise.checkpoint.manifest import (
     Manifest,
     Record,
     TensorEntry,
+    digest_of,
     fault_of,
     seal,
 )
 from shardwise.checkpoint.packing import references
+from shardwise.checkpoint.regions import region_of, to_bytes
 from shardwise.checkpoint.retention import delete_folder
 from shardwise.checkpoint.snapshot import Holding, Snapshot, contents
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
+from shardwise.regions import Region
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_ACCESS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
+class Copy(Record, frozen=True):
+    """This rank's region of a tensor that another rank writes, and the digest that its bytes should have there."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    digest: str
+
+
 class Share(Record, frozen=True):
-    """What one rank wrote."""
+    """What one rank wrote. `copies`: what it holds beside that, of tied weights."""
 
     file: FileEntry
     tensors: tuple[TensorEntry, ...]
     aliases: dict[str, str]
     state: dict[str, Json]
+    copies: tuple[Copy, ...] = ()
 
 
 class Trouble(Record, frozen=True):
@@ -96,7 +109,7 @@ def commit(store: Store, folder: str, header: Header, take: Callable[[], Snapsho
 
 
 def write_share(store: Store, folder: str, kept: Snapshot, holdings: Sequence[Holding]) -> Share:
-    """Writes this rank's file."""
+    """Writes this rank's file, and looks at its copies of what others write."""
     mine = contents(kept, holdings, rank=ranks.rank())
     written = write_file(store, folder, f"rank-{ranks.rank():05d}.safetensors", mine)
     return Share(
@@ -104,7 +117,13 @@ def write_share(store: Store, folder: str, kept: Snapshot, holdings: Sequence[Ho
         tensors=written.tensors,
         aliases=kept.aliases,
         state=kept.state,
+        copies=tuple(_copy(name, kept.shared[name]) for name in sorted(kept.copies)),
     )
+
+
+def _copy(name: str, tensor: torch.Tensor) -> Copy:
+    region = region_of(name, tensor)
+    return Copy(name, region.offsets, region.shape, digest_of(to_bytes(tensor)))
 
 
 def assemble(header: Header, shares: Sequence[Share]) -> Manifest:
@@ -206,6 +225,7 @@ def _removed(store: Store, folder: str) -> Report:
 def _write_manifest(store: Store, folder: str, header: Header, reports: Sequence[Report]) -> Report:
     manifest = assemble(header, [report.share for report in reports if report.share])
     check_whole(manifest)
+    check_copies(manifest, [report.share.copies if report.share else () for report in reports])
     store.write(f"{folder}/{MANIFEST}", [seal(manifest)])
     return Report()
 
@@ -226,10 +246,29 @@ def check_whole(manifest: Manifest) -> None:
         )
 
 
+def check_copies(manifest: Manifest, copies: Sequence[Sequence[Copy]]) -> None:
+    """Raises: CheckpointError naming a tied weight, or its optimizer state, that a rank holds with other bits."""
+    written = {
+        (entry.name, chunk.offsets, chunk.shape): chunk.digest for entry in manifest.tensors for chunk in entry.chunks
+    }
+    for rank, held in enumerate(copies):
+        for copy in held:
+            region = Region(copy.offsets, copy.shape)
+            if region.numel and written.get((copy.name, *region), copy.digest) != copy.digest:
+                raise CheckpointError(
+                    f"The copies of the tied weight behind {copy.name!r} differ: {region} on rank {rank} and where it "
+                    "is written from.",
+                    why="both must get the same updates, or the model is no longer the one that was described",
+                    fix="put every name of a tied weight into an optimizer group of the same settings, and change "
+                    "weights on all ranks that hold them",
+                )
+
+
 def union_of(states: Sequence[Json]) -> Json:
     """One optimizer out of what the ranks say of theirs: every rank may hold other parameters, under equal groups.
 
-    None where their kinds, groups or settings differ, or two say otherwise of one parameter.
+    None where their kinds, groups or settings differ, or two say otherwise of one parameter: then each rank keeps its
+    own, and only the same ranks can resume it.
     """
     first = states[0]
     if any(state is None or _frame(state) != _frame(first) for state in states):
@@ -239,6 +278,9 @@ def union_of(states: Sequence[Json]) -> Json:
     for index, group in enumerate(first["groups"]):
         names = [name for state in states for name in state["groups"][index]["params"]]
         groups.append({"params": list(dict.fromkeys(names)), "settings": group["settings"]})
+    named = [name for group in groups for name in group["params"]]
+    if len(set(named)) < len(named):
+        return None
     for name, entry in (pair for state in states for pair in state["state"].items()):
         if entries.setdefault(name, entry) != entry:
             return None

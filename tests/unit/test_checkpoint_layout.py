@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from shardwise.checkpoint.layout import spread
-from shardwise.regions import Region, Split, inside, overlap, part, whole
+from shardwise.checkpoint.layout import shares, spread
+from shardwise.regions import Region, Split, doubled, inside, missing, overlap, part, whole
 
 SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
@@ -71,3 +71,40 @@ def test_writers_differ_by_no_more_than_the_largest_item(sizes: list[int], write
     load = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == w) for w in range(writers)]
     assert len(owners) == len(sizes)
     assert max(load) - min(load) <= max(sizes, default=0)
+
+
+@given(st.data(), SHAPES, st.lists(st.integers(1, 4), min_size=1, max_size=2))
+def test_parts_are_known_to_cover_once_and_a_lost_or_doubled_one_is_named(
+    data: st.DataObject, shape: tuple[int, ...], mesh: list[int]
+) -> None:
+    dims = [data.draw(st.integers(0, len(shape) - 1)) for _ in mesh]
+    coordinates = product(*map(range, mesh))
+    parts = [part(shape, [Split(*each) for each in zip(dims, mesh, at, strict=True)]) for at in coordinates]
+    assert doubled(parts) is None and missing(shape, parts) is None
+    full = [region for region in parts if region.numel]
+    if full:
+        one = data.draw(st.sampled_from(full))
+        assert missing(shape, [region for region in parts if region != one]) == one
+        assert doubled([*parts, one]) == one
+
+
+@given(st.data(), SHAPES, st.integers(0, 5))
+def test_doubled_and_missing_are_what_counting_points_gives(
+    data: st.DataObject, shape: tuple[int, ...], count: int
+) -> None:
+    boxes = [data.draw(regions(shape)) for _ in range(count)]
+    seen = [point for box in boxes for point in points(box)]
+    twice, nowhere = doubled(boxes), missing(shape, boxes)
+    assert (twice is None) == (len(seen) == len(set(seen)))
+    assert twice is None or all(sum(point in points(box) for box in boxes) > 1 for point in points(twice))
+    assert (nowhere is None) == (points(whole(shape)) <= set(seen))
+    assert nowhere is None or (points(nowhere) and not points(nowhere) & set(seen))
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 99), max_size=12), st.data())
+def test_each_key_has_one_writer_among_its_holders(sizes: dict[str, int], data: st.DataObject) -> None:
+    holders = {key: sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))) for key in sizes}
+    held = [{key: size for key, size in sizes.items() if rank in holders[key]} for rank in range(4)]
+    written = [shares(held[rank], holders, rank) for rank in range(4)]
+    assert all(written[rank] <= held[rank].keys() for rank in range(4))
+    assert sorted(key for mine in written for key in mine) == sorted(sizes)
