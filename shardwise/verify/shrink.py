@@ -66,8 +66,9 @@ def _mesh(mesh: MeshShape) -> MeshShape:
 
 
 def _decision(decision: Decision, mesh: MeshShape, precision: Literal["fp64", "fp32"], compiled: bool) -> Decision:
-    # A pipeline's micro-batches come in whole rounds of its ranks, and two rounds show its steady state.
-    accumulation = 2 * mesh.pp if mesh.pp > 1 else 2
+    # A pipeline takes whole rounds of its ranks, and two show its steady state. Elsewhere a number that no degree is:
+    # a factor found in a gradient then has one meaning.
+    accumulation = 2 * mesh.pp if mesh.pp > 1 else 5
     # Two samples a micro-batch, less one: the micro-batches of a step then differ in size.
     global_batch = 2 * accumulation * mesh.data_parallel - 1
     return msgspec.structs.replace(
