@@ -64,6 +64,10 @@ class LocalSums:
             for metric, (hits, items) in sorted(loss.metrics.items()):
                 _add(self.metrics, metric, (_times(hits, weight), _times(items, weight)))
 
+    def counts(self) -> dict[str, float]:
+        """What this rank counted, by loss; {} where it computes none. Waits for the device."""
+        return {name: float(count) for name, (_, count) in self.losses.items()}
+
     def join(self, other: "LocalSums") -> None:
         """Add another's sums of the same names."""
         self.weights.update(other.weights)
@@ -117,7 +121,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 @dataclasses.dataclass
 class Work:
-    """One step's inputs to `accumulate`, and where it stands (for an error's message)."""
+    """One step's inputs to `accumulate`, where it stands (for an error's message), and what it divided by.
+
+    `divisors`: of several named losses each one's count over the global batch; {} for a single loss.
+    """
 
     module: nn.Module
     micros: list[MicroBatch]
@@ -126,6 +133,7 @@ class Work:
     step: int
     scale: float = 1.0
     phase: str = "forward"
+    divisors: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -161,14 +169,14 @@ def accumulate(parallel: Parallel, work: Work) -> LocalSums:
 
 def _accumulate(parallel: Parallel, work: Work) -> LocalSums:
     sums = LocalSums(work.key)
-    divisors: dict[str, float] = {}
+    divisors: Mapping[str, float] = {}
     if parallel.pipeline is not None:
         return _pipelined(parallel, parallel.pipeline, work)
     for index, micro in enumerate(work.micros):
         losses = _forward(parallel, work, index)
         sums.add(losses, micro.weight)
         if index == 0 and len(layout(parallel, sums).losses) > 1:
-            divisors = _global_counts(parallel, work, sums)
+            divisors = work.divisors = _global_counts(parallel, work, sums)
         objective = _objective(losses, micro.weight, divisors) * work.scale
         work.phase = "backward"
         parallel.gradients.before_backward(last=index == len(work.micros) - 1)
@@ -182,12 +190,12 @@ def _pipelined(parallel: Parallel, pipeline: Pipeline, work: Work) -> LocalSums:
     Several named losses are each divided by what the global batch counts before any backward, so then the micro-batches
     run forward once more; so does the first one when a loss function is new, for its names.
     """
-    divisors: dict[str, float] = {}
+    divisors: Mapping[str, float] = {}
     if work.key not in parallel.layouts:
         layout(parallel, counted(parallel, pipeline, work, work.key, 1))
     if len(parallel.layouts[work.key].losses) > 1:
         counts = counted(parallel, pipeline, work, work.key, len(work.micros))
-        divisors = _summed_counts(parallel, {name: float(n) for name, (_, n) in counts.losses.items()}, work.key)
+        divisors = work.divisors = _summed_counts(parallel, counts.counts(), work.key)
     sums = LocalSums(work.key)
 
     def call(stage: Stage, index: int, received: torch.Tensor | None) -> torch.Tensor:
