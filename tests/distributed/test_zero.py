@@ -86,6 +86,18 @@ def test_a_rank_holds_what_the_table_says(pool: Pool, world: int, zero: int) -> 
         assert result["found"] == expected
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2)])
+def test_a_stage_of_a_pipeline_holds_what_the_table_says(pool: Pool, zero: int, schedule: str, stages: int) -> None:
+    """Zero 2 keeps its shard of the gradients after each backward; zero 3 lets blocks go while a micro-batch flies."""
+    arguments = {"zero": zero, "schedule": schedule, "stages_per_rank": stages}
+    for rank in pool.run(4, "tests.distributed.combinations_work:held_in_a_pipeline", **arguments):
+        assert len(rank) == stages
+        for stage in rank:
+            sizes = table.Sizes(**stage["sizes"])
+            assert stage["found"] == {moment: list(table.held(zero, moment, sizes)) for moment in table.MOMENTS}
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_of_tensor_parallel_weights_are_sums_over_the_data_ranks(
