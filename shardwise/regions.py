@@ -68,6 +68,26 @@ def inside(region: Region, outer: Region) -> tuple[slice, ...]:
     )
 
 
+def is_grid(shape: Sequence[int], regions: Iterable[Region]) -> bool:
+    """Whether the regions are every cell of a grid over the tensor, as a mesh cuts it: then they cover it once.
+
+    Takes time in proportion to their number. False alone says nothing: `doubled` and `missing` do.
+    """
+    full = [region for region in regions if region.numel]
+    spans = [sorted({(box.offsets[dim], box.shape[dim]) for box in full}) for dim in range(len(shape))]
+    if len(set(full)) != len(full) or math.prod(map(len, spans)) != len(full):
+        return False
+    for size, cuts in zip(shape, spans, strict=True):
+        reached = 0
+        for begin, length in cuts:
+            if begin != reached:
+                return False
+            reached += length
+        if reached != size:
+            return False
+    return True
+
+
 def doubled(regions: Iterable[Region]) -> Region | None:
     """A part that two of the regions hold; None where they are disjoint.
 

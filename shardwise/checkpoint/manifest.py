@@ -10,7 +10,7 @@ import xxhash
 
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
-from shardwise.regions import Region, doubled, missing, overlap, whole
+from shardwise.regions import Region, doubled, is_grid, missing, overlap, whole
 
 MANIFEST = "manifest.json"
 Json = Any
@@ -175,6 +175,8 @@ def read_stored(store: Store, key: str, start: int, length: int) -> bytes:
 def fault_of(entry: TensorEntry) -> str:
     """What keeps a tensor's chunks from covering it once, region and files named; "" where they do."""
     held, shape = [Region(chunk.offsets, chunk.shape) for chunk in entry.chunks], list(entry.shape)
+    if is_grid(shape, held):
+        return ""
     outside = next((region for region in held if region.numel and overlap(region, whole(shape)) != region), None)
     if outside is not None:
         return f"{outside} was written, which is outside its shape {shape}"

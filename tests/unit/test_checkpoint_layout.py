@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 from shardwise.checkpoint.layout import shares, spread
-from shardwise.regions import Region, Split, doubled, inside, missing, overlap, part, whole
+from shardwise.regions import Region, Split, doubled, inside, is_grid, missing, overlap, part, whole
 
 SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
@@ -81,11 +81,14 @@ def test_parts_are_known_to_cover_once_and_a_lost_or_doubled_one_is_named(
     coordinates = product(*map(range, mesh))
     parts = [part(shape, [Split(*each) for each in zip(dims, mesh, at, strict=True)]) for at in coordinates]
     assert doubled(parts) is None and missing(shape, parts) is None
+    assert is_grid(shape, parts) or 0 in shape
     full = [region for region in parts if region.numel]
     if full:
         one = data.draw(st.sampled_from(full))
         assert missing(shape, [region for region in parts if region != one]) == one
         assert doubled([*parts, one]) == one
+        assert not is_grid(shape, [*parts, one])
+        assert not is_grid(shape, [region for region in parts if region != one])
 
 
 @given(st.data(), SHAPES, st.integers(0, 5))
@@ -95,6 +98,7 @@ def test_doubled_and_missing_are_what_counting_points_gives(
     boxes = [data.draw(regions(shape)) for _ in range(count)]
     seen = [point for box in boxes for point in points(box)]
     twice, nowhere = doubled(boxes), missing(shape, boxes)
+    assert not is_grid(shape, boxes) or (twice is None and nowhere is None)
     assert (twice is None) == (len(seen) == len(set(seen)))
     assert twice is None or all(sum(point in points(box) for box in boxes) > 1 for point in points(twice))
     assert (nowhere is None) == (points(whole(shape)) <= set(seen))

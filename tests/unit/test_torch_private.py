@@ -180,3 +180,27 @@ def test_what_a_sharded_unit_holds_whole_is_found() -> None:
 
 def test_dtensors_caches_can_be_emptied() -> None:
     torch_private.forget_layouts()
+
+
+def test_fully_shard_over_tensor_parallel_cuts_what_tensor_parallel_had_cut() -> None:
+    """Rank 5 of 2 x 2 x 2 is replica 1, shard 0, tp 1: tp leaves it rows 4 to 6 of 7, and the shard two of these."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    from shardwise.regions import Region
+
+    dist.init_process_group("fake", rank=5, world_size=8, store=torch_private.fake_store())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        placed = [Shard(0), Shard(1), Replicate()]
+        module = nn.ParameterList([distribute_tensor(torch.zeros(7, 5), mesh["tp"], [one]) for one in placed])
+        fully_shard(module, mesh=mesh["dp_replicate", "dp_shard"])
+        regions = [torch_private.held_region(p) for p in module]
+        assert regions == [Region((4, 0), (2, 5)), Region((0, 3), (4, 2)), Region((0, 0), (4, 5))]
+        sums = torch.distributed.tensor.DTensor.from_local(torch.zeros(2), mesh["tp"], [Partial()])
+        with pytest.raises(ValueError, match="it is placed as"):
+            torch_private.held_region(sums)
+    finally:
+        dist.destroy_process_group()
