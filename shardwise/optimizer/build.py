@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
 from shardwise.inputs.recipe import OptimizerSpec, ScheduleSpec
@@ -36,7 +37,9 @@ def build(spec: OptimizerSpec, module: nn.Module) -> torch.optim.Optimizer:
     """
     groups = decay_groups(module, spec.weight_decay)
     if spec.name == "sgd":
-        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, fused=True)
+        # torch has no fused SGD for sharded parameters.
+        sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, fused=not sharded)
     kind = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
