@@ -444,7 +444,7 @@ def _dropout_fault(mesh: MeshShape, masks: Sequence[Masks]) -> Fault | None:
             if len(set(drawn)) != wanted:
                 less = len(set(drawn)) < wanted
                 cause = "micro-batches draw the same mask" if less else "recompute draws another mask than forward did"
-                numbers = f"rank {rank}: {len(set(drawn))} different masks in {mask.forwards} micro-batches that draw {wanted}"
+                numbers = f"rank {rank}: {len(set(drawn))} different masks, {wanted} in {mask.forwards} micro-batches"
                 return Fault(what, name, layer(name), "", cause, numbers)
     for axis in ("dp_replicate", "dp_shard", "tp"):
         apart = axis != "tp" or any(mask.draws_apart for mask in masks)
