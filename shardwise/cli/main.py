@@ -96,6 +96,24 @@ def plan(
     reported(lambda: verb.plan(verb.Asked(target, cluster, tuple(overrides or ()), output, as_json)), as_json)
 
 
+@app.command(epilog="Example: shardwise verify recipes/quickstart.toml --half parity --set train.plan.zero=3 --json")
+def verify(
+    target: Annotated[str, typer.Argument(help="A plan (.json) or a recipe (.toml).")],
+    overrides: Overrides = None,
+    half: Annotated[
+        str, typer.Option("--half", help="dry: fake ranks; parity: N small ranks and one process; both.")
+    ] = "both",
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile blocks in parity too, where the plan does.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove a plan before GPU hours: bytes and collectives on fake ranks; N small ranks give what one process gives."""
+    from shardwise.cli import verify as verb
+
+    reported(lambda: verb.verify(verb.Asked(target, tuple(overrides or ()), half, compiled, as_json)), as_json)
+
+
 @app.command(epilog="Example: shardwise doctor --json")
 def doctor(as_json: AsJson = False) -> None:
     """What is here, what works, and what is missing."""

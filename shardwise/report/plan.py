@@ -24,6 +24,11 @@ def text(plan: Plan) -> str:
     return f"plan\n{table}\nwhy\n" + "\n".join(f"  - {reason}" for reason in plan.why)
 
 
+def line(plan: Plan) -> str:
+    """The plan in one line: model, ranks, machines."""
+    return f"{_model(plan)}; {_ranks(plan)}; {_machines(plan)}"
+
+
 def _model(plan: Plan) -> str:
     if plan.arch is None:
         return plan.recipe.model.factory or plan.recipe.model.given or "your own module"

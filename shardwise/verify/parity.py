@@ -133,7 +133,8 @@ def _first_failure(failure: Failure, is_ours: bool) -> str:
 def _verdict(folder: Path, cases: tuple[Case, ...], said: str, seconds: float) -> Verdict:
     about = msgspec.json.decode((folder / "about.json").read_bytes(), type=About)
     world = cases[0].plan.decision.mesh.world
-    judged, zeros = [], ()
+    judged: list[Judged] = []
+    zeros: tuple[str, ...] = ()
     for case in cases:
         compared = compare(folder, case, about)
         zeros = zeros or compared.zero_gradients
@@ -232,7 +233,8 @@ def _tensor(
 
 
 def _kind(kind: str) -> Kind:
-    return msgspec.convert(kind, Kind)
+    found: Kind = msgspec.convert(kind, Kind)
+    return found
 
 
 def _difference(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], elementwise: bool, floor: float) -> float:
