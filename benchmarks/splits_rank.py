@@ -34,11 +34,16 @@ from torch.utils.data import DataLoader, DistributedSampler
 import shardwise as sw
 from benchmarks.engine_rank import CLIP, LR, SEQUENCE, TOTAL, Tokens, factor, forever, optimizer
 from shardwise import ranks
-from shardwise.inputs.arch import preset
+from shardwise.inputs.arch import Arch
 from shardwise.models.decoder import Decoder, next_token_sums
 from shardwise.models.linear import Linear
 
 MICRO_BATCH, ACCUMULATION = 4, 4
+# As decoder-2m, with a number of heads that two ranks share.
+SHAPE = Arch(
+    name="bench", vocab_size=320, hidden_size=160, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=40, ffn_size=448,
+    max_sequence_length=SEQUENCE, tied_embeddings=False,
+)  # fmt: skip
 PLANS: dict[str, dict[str, Any]] = {
     "zero1": {"mesh": {"dp_shard": 2}, "zero": 1},
     "zero2": {"mesh": {"dp_shard": 2}, "zero": 2},
@@ -52,7 +57,7 @@ PLANS: dict[str, dict[str, Any]] = {
 def model() -> Any:
     """The decoder with nn.Linear in every place: torch's tensor parallel knows no other. Both sides get the same."""
     torch.manual_seed(0)
-    decoder = Decoder(preset("decoder-2m"))
+    decoder = Decoder(SHAPE)
     for parent in list(decoder.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
@@ -248,7 +253,7 @@ def main(plan: str, out: str, blocks: int) -> None:
     torch.set_num_threads(1)
     ranks.start()
     folder = ranks.on_main(lambda: tempfile.mkdtemp(prefix="bench-"))
-    data = Tokens(preset("decoder-2m").vocab_size)
+    data = Tokens(SHAPE.vocab_size)
     kinds = {"torch": by_hand(plan, data), "shardwise": shardwise(plan, data, folder)}
     losses = {name: [step() for _ in range(3)] for name, step in kinds.items()}
     times: dict[str, list[float]] = {name: [] for name in kinds}
