@@ -3,7 +3,8 @@
 Run: python -m benchmarks.splits [--blocks 40] [--plans zero1,zero2,zero3,tp,pp,3d]
 
 A decoder of 1.4 million parameters, 4 samples of 256 tokens a micro-batch, 4 micro-batches a step; 2 ranks, 8 for 3d
-(pp 2 x dp_shard 2 x tp 2, zero 1). The two take turns, step by step, in the same processes. The target: the interval's upper end at most 1.03.
+(pp 2 x dp_shard 2 x tp 2, zero 1). The two take turns, step by step, in the same processes. The target: the interval's
+upper end at most 1.03.
 """
 
 import argparse

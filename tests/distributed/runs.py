@@ -311,7 +311,7 @@ def _case(name: str) -> dict[str, Any]:
         "empty data": {"data": sw.Batches(Noisy(), workers=0) if False else []},
         "foreign optimizer": {"optimizer": lambda m: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
         "degrees": {"plan": {"dp_replicate": 7, "dp_shard": 1}},
-        "tensor parallel": {"plan": {"tp": 2}},
+        "context parallel": {"plan": {"cp": 2}},
         "unknown plan key": {"plan": {"zerro": 3}},
         "two batch sizes": {"tokens_per_step": 64},
         "nothing to evaluate on": {"evaluate_every_steps": 2},

@@ -145,3 +145,21 @@ def test_every_split_gives_the_same_bits_twice(pool: Pool, tmp_path: Path, case:
     second, two = trained(pool, tmp_path / "two", case, precision="fp32")
     assert first == second
     assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+HALF = [one for one in MATRIX if "tp" not in one.values[0]["mesh"] and one.values[0].get("recompute") is None][::3]
+
+
+@pytest.mark.parametrize("case", HALF)
+def test_bf16_means_one_thing_under_every_split(pool: Pool, tmp_path: Path, case: dict[str, Any]) -> None:
+    """As in test_parity: a weight's gradient is one bf16 product a micro-batch, rounded once (2^-9), added in fp32.
+
+    A hidden tensor crosses stages in bf16, as it is. Twice one rounding bounds a tensor's norm. (With tp:
+    test_tensor_parallel.)
+    """
+    one = {"mesh": {"dp_replicate": 1}, "zero": 0, "shape": case["shape"]}
+    single, expected = trained(pool, tmp_path / "one", one, precision="bf16")
+    many, tensors = trained(pool, tmp_path / "many", case, precision="bf16")
+    for rank in many:
+        np.testing.assert_allclose(rank["losses"][0], single[0]["losses"][0], rtol=1e-6)
+    assert worst(tensors, expected, "grad/") < 2 * 2.0**-9

@@ -96,7 +96,7 @@ def test_three_non_finite_losses_in_a_row_stop_the_run_with_its_checkpoint_kept(
         ("empty data", ["DataError", "empty"]),
         ("foreign optimizer", ["ModelError", "parameters that the model has not"]),
         ("degrees", ["PlanInfeasible", "7"]),
-        ("tensor parallel", ["PlanInfeasible", "tp"]),
+        ("context parallel", ["PlanInfeasible", "cp"]),
         ("unknown plan key", ["RecipeError", "zerro", "zero"]),
         ("two batch sizes", ["RecipeError", "exactly one"]),
         ("nothing to evaluate on", ["RecipeError", "evaluate_every_steps = 2", "valid="]),
