@@ -150,7 +150,7 @@ def parallelize(
             recompute.wrap(block, decision.recompute)
     if decision.compile == "blocks":
         for block in units:
-            block.compile()
+            recompute.compile_block(block)
     # What lies in a module kept in fp32 is fp32 with it, blocks too.
     units = [unit for unit in precision.outside(units, fp32_modules) if unit not in fp32_modules]
     # 6. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.

@@ -1,7 +1,8 @@
 """What a rank holds under each ZeRO stage, and when: the one table of it. No torch.
 
 Counted in numbers of parameters, gradients and of one optimizer state of that size (AdamW has two); not counted are
-compute copies of mixed precision and buffers of communication. tests/distributed/test_zero.py measures every cell.
+compute copies of mixed precision and buffers of communication. With a pipeline the same holds of each stage of a rank,
+whose root is what the stage has beside its blocks. tests/distributed/test_zero.py measures every cell, of a stage too.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -39,7 +40,7 @@ def held(zero: int, moment: Moment, sizes: Sizes) -> Held:
 
     rest: between steps, gradients dropped. forward: in the last block's forward of a step's first micro-batch.
     in_flight: after forwards, before their backwards (pipeline). between: after a backward that is not the step's
-    last. backward: in the last one, in the first block, whose gradients are all there.
+    last, whatever still flies. backward: in the last one, in the first block, whose gradients are all there.
     """
     states = sizes.whole if zero == 0 else sizes.share
     return Held(_parameters(zero, moment, sizes), _gradients(zero, moment, sizes), states)

@@ -60,6 +60,14 @@ def wrap(block: nn.Module, kind: Kind) -> None:
     block.forward = Recomputed(block.forward, kind)
 
 
+def compile_block(block: nn.Module) -> None:
+    """Compile a block; in place. Of a wrapped one what is run twice, for all blocks of one shape the same once."""
+    if isinstance(block.forward, Recomputed):
+        block.forward.forward = torch.compile(block.forward.forward)
+    else:
+        block.compile()
+
+
 def during(block: nn.Module, context: Context) -> None:
     """Enter a context around the second forward of a wrapped block; nothing for one that is not wrapped.
 
