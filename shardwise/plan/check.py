@@ -233,19 +233,21 @@ def heads_divide(plan: Plan, world: int) -> Violation | None:
 
 
 def sequence_divides(plan: Plan, world: int) -> Violation | None:
-    """Sequence parallel gives each tp rank as many positions. A module of the user's own says so itself, when it runs.
+    """Sequence parallel in a pipeline: a later stage knows a sequence's length by its parts alone, so all are equal.
 
     Our decoder is split by position unless that is turned off; roles of the user's own may leave it whole.
     """
-    length, tp, model = plan.recipe.data.sequence_length, plan.decision.mesh.tp, plan.recipe.model
+    length, mesh, model = plan.recipe.data.sequence_length, plan.decision.mesh, plan.recipe.model
     split = plan.arch is not None and not model.roles if model.sequence_parallel == "auto" else model.sequence_parallel
-    if not split or length % tp == 0 or not plan.recipe.data.length_is_known or heads_divide(plan, world):
+    if not split or mesh.pp == 1 or length % mesh.tp == 0 or not plan.recipe.data.length_is_known:
+        return None
+    if heads_divide(plan, world) is not None:  # its fix takes another tp
         return None
     return Violation(
         rule="sequence_divides",
-        what=f"data.sequence_length = {length} does not divide by tp = {tp}.",
-        why="sequence parallel gives each of the tp ranks as many positions",
-        fix=f"model.sequence_parallel = false, or data.sequence_length = {max(1, length // tp) * tp}",
+        what=f"data.sequence_length = {length} does not divide by tp = {mesh.tp}, in a pipeline.",
+        why="sequence parallel gives each of the tp ranks as many positions, and stages pass on only those",
+        fix=f"model.sequence_parallel = false, or data.sequence_length = {max(1, length // mesh.tp) * mesh.tp}",
         apply={"model.sequence_parallel": "false"},
     )
 

@@ -1,7 +1,9 @@
 """What composes: schedule x data-parallel kind x recompute x compile x tensor parallel, as one table. No torch.
 
 The first row that holds a cell decides. A cell runs, and the test that compares it with one process is named; or it is
-refused, with the reason and with what to change. Sources: reasons were tried, in tests/distributed or in a decision.
+refused, with the reason and with what to change. Sources: each refused combination was let through once on torch 2.13
+and CPU ranks, and its reason is what was seen (an exception; under tensor parallel, torch's own count of compilations);
+zero bubble's are also in docs/decisions/005.
 """
 
 from typing import Literal, NamedTuple, get_args

@@ -8,7 +8,7 @@ import pytest
 from shardwise.errors import PlanInfeasible
 from shardwise.inputs.arch import Arch, preset
 from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster, parse_cluster
-from shardwise.inputs.recipe import Recipe, from_keys, with_overrides
+from shardwise.inputs.recipe import SHAPE_ALONE, Recipe, from_keys, with_overrides
 from shardwise.plan.check import RULES, Violation, check, require
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Plan
@@ -36,6 +36,7 @@ LARGE = msgspec.structs.replace(
 GROUPED = msgspec.structs.replace(SMALL, num_heads=8, num_kv_heads=2, head_dim=20)
 LONG = msgspec.structs.replace(LARGE, name="long", max_sequence_length=8192)
 
+ODD = ["train.plan.pp=2", "data.sequence_length=251"]
 # What breaks each rule: overrides, the model, the cluster, and how many ranks come (None: as planned).
 BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
     ("degrees_make_the_world", ["train.plan.dp_replicate=2", "train.plan.dp_shard=1"], SMALL, CPU, 3),
@@ -53,15 +54,9 @@ BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
     ("trackers_run", ['log=["wandb"]'], SMALL, CPU, None),
     ("heads_divide", ["train.plan.tp=2"], SMALL, CPU, 4),
     ("heads_divide", ["train.plan.tp=8", "train.plan.zero=3"], GROUPED, CPU, 8),
-    ("sequence_divides", ["train.plan.tp=5"], SMALL, CPU, 5),
-    ("sequence_divides", ["train.plan.tp=2", "data.sequence_length=251"], GROUPED, CPU, 4),
-    (
-        "sequence_divides",
-        ["train.plan.tp=2", "data.sequence_length=9", "model.sequence_parallel=true"],
-        GROUPED,
-        CPU,
-        2,
-    ),
+    ("sequence_divides", ["train.plan.pp=2", "train.plan.tp=5"], SMALL, CPU, 10),
+    ("sequence_divides", [*ODD, "train.plan.tp=2"], GROUPED, CPU, 4),
+    ("sequence_divides", [*ODD, "train.plan.tp=2", "model.sequence_parallel=true"], GROUPED, CPU, 4),
     ("each_stage_has_a_block", ["train.plan.pp=8"], SMALL, CPU, 8),
     ("each_stage_has_a_block", ["train.plan.pp=2", "train.plan.stages_per_rank=3"], SMALL, CPU, 2),
     ("schedule_belongs_to_a_pipeline", ["train.plan.schedule=gpipe"], SMALL, CPU, 2),
@@ -190,10 +185,27 @@ KEEPS = ("heads_divide", "each_stage_has_a_block")
 
 def test_uneven_stages_ffn_and_vocabulary_are_no_reason_nor_is_a_sequence_that_stays_whole() -> None:
     odd = msgspec.structs.replace(GROUPED, num_layers=5, ffn_size=451, vocab_size=263)
-    whole = ["data.sequence_length=251", "model.sequence_parallel=false"]
-    for sequence in (whole, ["data.sequence_length=252"]):
-        _, found = made(["train.plan.pp=3", "train.plan.tp=2", *sequence], odd, CPU, 6)
+    odd_length, whole = "data.sequence_length=251", "model.sequence_parallel=false"
+    for more in (["train.plan.pp=3", odd_length, whole], ["train.plan.pp=3", "data.sequence_length=252"], [odd_length]):
+        _, found = made([*more, "train.plan.tp=2"], odd, CPU, 6)
         assert found == ()
+
+
+LLAMA_70B = msgspec.structs.replace(LONG, vocab_size=128256)
+LLAMA_405B = msgspec.structs.replace(
+    LLAMA_70B, hidden_size=16384, num_layers=126, num_heads=128, ffn_size=53248, head_dim=128
+)
+
+
+@pytest.mark.parametrize(("arch", "cluster"), [(LLAMA_70B, "8x8xH100"), (LLAMA_405B, "64x8xH100")])
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_what_is_planned_for_a_large_model_runs_on_enough_gpus(arch: Arch, cluster: str, length: int) -> None:
+    """Recompute is chosen so that activations fit beside the states; a shape alone, whose length is assumed, too."""
+    overrides = ["batch.global_batch=1024", f"data.sequence_length={length}"]
+    for base in (KEYS, {**KEYS, "data": {"given": SHAPE_ALONE}}):
+        planned = plan(recipe(overrides, base), arch, parse_cluster(cluster))
+        assert check(planned, planned.decision.mesh.world) == ()
+        assert planned.decision.recompute != "none"
 
 
 def test_a_vocabulary_below_the_bytes_is_found() -> None:
