@@ -95,3 +95,12 @@ def held_in_a_pipeline(*, zero: int, schedule: str, stages_per_rank: int) -> lis
         one.watch(module)
     sw.forward_backward(module, next(micros), work.loss)
     return [{"found": one.found, "sizes": one.sizes()} for one in watched.values()]
+
+
+def parameters_held(*, world: int, mesh: dict[str, int], shape: dict[str, Any], **more: Any) -> int:
+    """Numbers in this rank's part of the parameters, a tied one once."""
+    made = work.plan(world, zero=0, global_batch=12, accumulation=4, mesh=mesh, **more)
+    with torch.device("meta"):
+        module: nn.Module = Decoder(work.arch(**shape)).to(torch.float64)
+    module = sw.parallelize(module, made, initialize=lambda m: initialize_decoder(m, 0))
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())

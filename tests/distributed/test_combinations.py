@@ -14,9 +14,11 @@ import pytest
 from shardwise.plan import combinations
 from shardwise.plan.check import check
 from shardwise.plan.combinations import COMPILE, DATA, RECOMPUTE, SCHEDULES, TENSOR, Cell
+from shardwise.plan.mesh import MeshShape
+from shardwise.plan.rule_of_thumb import parameters_of_a_rank
 from tests.distributed import work
 from tests.distributed.pool import Pool
-from tests.distributed.test_matrix import TIED, reference, trained
+from tests.distributed.test_matrix import SHAPE, TIED, reference, trained
 from tests.distributed.test_parity import EPS32, worst
 
 CI_RANKS = 4
@@ -117,3 +119,26 @@ def run(pool: Pool, folder: Path, cell: Cell, **more: Any) -> tuple[list[Any], d
     asked = arguments(cell)
     mesh = asked.pop("mesh") or {"dp_replicate": 1}
     return trained(pool, folder / "out", {"mesh": mesh, "shape": TIED, **asked}, **more)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "stages"),
+    [
+        ({"pp": 2}, "1f1b", 1),
+        ({"pp": 2}, "zbv", 2),
+        ({"pp": 3}, "gpipe", 1),
+        ({"tp": 2}, "none", 1),
+        ({"pp": 2, "tp": 2}, "interleaved-1f1b", 2),
+    ],
+)
+def test_the_planner_counts_what_the_fullest_rank_holds(
+    pool: Pool, mesh: dict[str, int], schedule: str, stages: int, tied: bool
+) -> None:
+    """Five blocks, 61 tokens and 51 of the feed-forward part: nothing divides."""
+    shape = {**SHAPE, "ffn_size": 51, "tied_embeddings": tied}
+    held = pool.run(
+        int(np.prod(list(mesh.values()))), "tests.distributed.combinations_work:parameters_held", mesh=mesh,
+        world=int(np.prod(list(mesh.values()))), shape=shape, schedule=schedule, stages_per_rank=stages,
+    )  # fmt: skip
+    assert max(held) == parameters_of_a_rank(work.arch(**shape), MeshShape(**mesh), schedule, stages)

@@ -150,6 +150,31 @@ def test_a_broken_rule_is_found_and_its_fix_makes_it_go_away(
     assert rule not in {one.rule for one in left}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.plan.tp=3", "train.devices=3"], "train.plan.tp = 1 or 5"),
+        (["train.plan.pp=5", "train.devices=5"], "train.plan.pp = 1"),
+        (["train.plan.pp=2", "train.plan.stages_per_rank=4", "train.devices=2"], "stages_per_rank = 1"),
+        (
+            ["train.plan.pp=3", "train.plan.schedule=interleaved-1f1b", "batch.global_batch=2"],
+            "1f1b",
+        ),
+        (["train.plan.pp=2", "train.plan.tp=5", "train.devices=10"], "model.sequence_parallel = false"),
+        (["train.plan.pp=2", "train.plan.schedule=zbv", "train.plan.zero=3", "train.devices=4"], "'1f1b'"),
+    ],
+)
+def test_all_fixes_together_give_a_plan_that_runs(overrides: list[str], said: str) -> None:
+    for _ in range(3):
+        _, found = made(overrides, SMALL, CPU, None)
+        if not found:
+            break
+        assert said in " ".join(one.fix for one in found)
+        overrides = [*overrides, *(f"{key}={value}" for one in found for key, value in (one.apply or {}).items())]
+        said = ""
+    assert found == ()
+
+
 def test_every_rule_is_broken_by_some_plan_here() -> None:
     broken = {rule for rule, *_ in BROKEN} | NO_APPLY
     unbroken, _ = made([], SMALL, CPU, 4)
