@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -249,3 +250,13 @@ def forget_layouts() -> None:
     from torch.distributed.tensor import debug
 
     debug._clear_sharding_prop_cache()
+
+
+def gather_into(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """Every rank's part, one after another. Public, under another name since torch 2.13, where the old one warns."""
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, part, group=group)
+
+
+def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+    """This rank's part of the sum of all ranks' wholes; as `gather_into`."""
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, whole, group=group)

@@ -204,3 +204,16 @@ def test_fully_shard_over_tensor_parallel_cuts_what_tensor_parallel_had_cut() ->
             torch_private.held_region(sums)
     finally:
         dist.destroy_process_group()
+
+
+def test_parts_are_gathered_and_scattered_without_a_warning() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole, part = torch.zeros(3), torch.zeros(3)
+        torch_private.gather_into(whole, torch.ones(3), dist.group.WORLD)
+        torch_private.reduce_scatter(part, whole, dist.group.WORLD)
+        assert whole.tolist() == part.tolist() == [1.0, 1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
