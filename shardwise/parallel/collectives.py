@@ -4,6 +4,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
+
+from shardwise.torch_private import gather_into, reduce_scatter
 
 
 class Copied(torch.autograd.Function):
@@ -32,29 +35,29 @@ class Summed(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """Every rank's positions, on every rank. Shapes: [B, S / n, ...] -> [B, S, ...]."""
+    """Every rank's positions, on every rank, less those that fill up. Shapes: [B, ceil(S / n), ...] -> [B, S, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Any, length: int) -> torch.Tensor:
         ctx.group = group
-        return gathered(x, group)
+        return gathered(x, group, length)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return scattered(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return scattered(gradient, ctx.group), None, None
 
 
 class Scattered(torch.autograd.Function):
-    """The sum over the ranks, of this rank's positions. Shapes: [B, S, ...] -> [B, S / n, ...]."""
+    """The sum over the ranks, of this rank's positions; zeros fill up. Shapes: [B, S, ...] -> [B, ceil(S / n), ...]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
+        ctx.group, ctx.length = group, x.shape[1]
         return scattered(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gathered(gradient, ctx.group), None
+        return gathered(gradient, ctx.group, ctx.length), None
 
 
 class Joined(torch.autograd.Function):
@@ -66,7 +69,7 @@ class Joined(torch.autograd.Function):
         here = dist.get_rank(group)
         ctx.piece = (sum(sizes[:here]), sizes[here])
         widest = max(sizes)
-        padded = torch.nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()
+        padded = F.pad(x, (0, widest - x.shape[-1])).contiguous()
         pieces = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(pieces, padded, group=group)
         return torch.cat([piece[..., :size] for piece, size in zip(pieces, sizes, strict=True)], dim=-1)
@@ -82,19 +85,21 @@ def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
     return x
 
 
-def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Shapes: [B, S / n, ...] -> [B, S, ...]."""
+def gathered(x: torch.Tensor, group: Any, length: int) -> torch.Tensor:
+    """Shapes: [B, ceil(S / n), ...] -> [B, S, ...], S is `length`."""
     ranks = dist.get_world_size(group)
     first = x.transpose(0, 1).contiguous()  # [S / n, B, ...]: gathered pieces then lie one after another
     whole = first.new_empty((ranks * first.shape[0], *first.shape[1:]))
-    dist.all_gather_into_tensor(whole, first, group=group)
-    return whole.transpose(0, 1).contiguous()
+    gather_into(whole, first, group)
+    return whole[:length].transpose(0, 1).contiguous()
 
 
 def scattered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Shapes: [B, S, ...] -> [B, S / n, ...]."""
+    """Shapes: [B, S, ...] -> [B, ceil(S / n), ...]; the last ranks' missing positions are zero."""
     ranks = dist.get_world_size(group)
-    whole = x.transpose(0, 1).contiguous()
+    whole = x.transpose(0, 1).contiguous()  # [S, B, ...]
+    if missing := -whole.shape[0] % ranks:
+        whole = torch.cat((whole, whole.new_zeros((missing, *whole.shape[1:]))))
     mine = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
-    dist.reduce_scatter_tensor(mine, whole, group=group)
+    reduce_scatter(mine, whole, group)
     return mine.transpose(0, 1).contiguous()

@@ -7,18 +7,15 @@ whole on every rank, and `why` says so.
 
 import difflib
 import fnmatch
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
-from shardwise.models.decoder import Attention, Decoder, FeedForward
+from shardwise.models.linear import Linear
 from shardwise.names import canonical
-from shardwise.torch_private import parameter_slots
+from shardwise.torch_private import Dropout, buffer_slots, parameter_slots
 
 ROLES = ("column", "row", "embedding", "head", "replicated")
 # Names of layers as Llama, Qwen, Mistral, GPT-NeoX, OPT, BERT, torch and nanoGPT-like models write them.
@@ -41,6 +38,10 @@ FEED_FORWARD = (
     (("dense_h_to_4h",), ("dense_4h_to_h",)),
     (("up",), ("down",)),
 )
+# How modules call a number of heads that they would apply to a part of the heads.
+COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
+# Classes that work number by number, by a part of their names.
+ELEMENTWISE = ("act", "elu", "silu", "swish", "sigmoid", "tanh", "mish", "identity", "dropout")
 
 
 class Region(NamedTuple):
@@ -58,164 +59,65 @@ class Region(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """What is split. `sequence`: whether all with weights outside the regions works position by position.
-
-    `known`: whether what has no weights does so too; that is known of our decoder alone, and else the user's word.
-    """
+    """What is split. `sequence`: whether all else works position by position, so that it may be split by position."""
 
     regions: tuple[Region, ...]
     embedding: str
     head: str
     sequence: bool
-    known: bool
     why: tuple[str, ...]
+    blocks: tuple[str, ...] = ()
 
 
 def of(module: nn.Module, blocks: Sequence[nn.Module], given: Mapping[str, str] | None = None) -> Roles:
     """The roles of a whole module: those given by a pattern of a path, else guessed for known names.
 
-    Raises: ModelError for a pattern or a role that does not exist, or a column layer without its row layer.
+    Raises: ModelError for a pattern or a role that does not exist, a column layer without its row layer, or a role that
+    its module cannot have.
     """
     named = _by_pattern(module, given or {})
     regions, why = _given_regions(module, named), []
-    for region in regions:
-        _require_splits(module, region)
-    taken = {path for region in regions for path in (*region.columns, region.row)}
+    taken = set(named)
     paths = {inner: canonical(name) for name, inner in module.named_modules()}
-    for block in blocks:
-        for inner in block.modules():
-            region, reason = _guess(inner, paths[inner])
-            layers = {*region.columns, region.row} if region is not None else set()
-            if layers & taken or layers & named.keys():
-                continue
-            if region is not None and not isinstance(inner, Attention | FeedForward):
-                reason = _doubt(module, region)
-            if region is not None and not reason:
-                regions.append(region)
+    for inner in dict.fromkeys(inner for block in blocks for inner in block.modules()):
+        region, reason = _guess(inner, paths[inner])
+        if region is None:
             why += [reason] if reason else []
+        elif not taken & {region.path, *region.columns, region.row}:
+            regions.append(region)
     embedding, head, reason = _ends(module, blocks, named, paths)
     why += [reason] if reason else []
-    sequence, reason = _position_wise(module, blocks, regions, embedding, head, paths)
+    sequence, reason = _position_wise(regions, embedding, head, paths)
     why += [reason] if reason else []
-    known = any(isinstance(inner, Decoder) for inner in module.modules())
-    if sequence and not known:
-        why.append("no sequence parallel unless asked for: what has no weights may look at several positions")
-    return Roles(tuple(regions), embedding, head, sequence, known, tuple(dict.fromkeys(why)))
-
-
-def _doubt(module: nn.Module, region: Region) -> str:
-    """Why a guess is not taken; empty where it was tried and holds."""
-    holds = splits(module, region)
-    if holds is None:
-        return (
-            f"{region.path} stays whole: it could not be tried by itself, on a hidden tensor alone; "
-            "model.roles says what is known of it"
-        )
-    return "" if holds else f"{region.path} stays whole: split in two it computes something else"
-
-
-def _require_splits(module: nn.Module, region: Region) -> None:
-    """Raises: ModelError for a region of given roles that was tried and computes something else when it is split."""
-    holds = splits(module, region)
-    count = _own_count(module.get_submodule(region.path))
-    if holds is None and count:
-        raise ModelError(
-            f"model.roles: {region.path} counts its heads by {count}, and could not be tried when split.",
-            why="tensor parallel gives it fewer heads, and its own count stays",
-            fix="'replicated' for its layers, or a forward that takes the number of heads from the width",
-        )
-    if holds is False:
-        raise ModelError(
-            f"model.roles: {region.path or 'the model'} computes something else when it is split as given.",
-            why="tried in two parts on a random hidden tensor; it may count its heads by itself, cut its width into "
-            "pieces, or mix what lies between its layers",
-            fix="'replicated' for its layers, or a forward that takes its sizes from what it is given",
-        )
-
-
-@torch.no_grad()
-def splits(module: nn.Module, region: Region) -> bool | None:
-    """Whether the parts of a region, one after another with their part of the weights, sum up to the whole.
-
-    None where it cannot be tried: weights on meta, or a forward that takes more than a hidden tensor. It is tried on 8
-    random positions in eval mode; the caller's generators are as before.
-    """
-    inner, row = module.get_submodule(region.path), module.get_submodule(region.row)
-    columns = [module.get_submodule(path) for path in region.columns]
-    weight = columns[0].weight
-    if weight.is_meta or isinstance(weight, DTensor):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 4, columns[0].in_features, generator=generator).to(weight)
-    parts = _smallest_split(region, columns)
-    modes = [(one, one.training) for one in inner.modules()]
-    with torch.random.fork_rng(devices=[]):
-        inner.eval()
-        try:
-            try:
-                whole = inner(x)
-            except Exception:
-                return None
-            try:
-                total = sum(_part(inner, columns, row, region, x, part, parts) for part in range(parts))
-            except Exception:
-                return False
-        finally:
-            for one, training in modes:
-                one.training = training
-    if not isinstance(whole, torch.Tensor) or not isinstance(total, torch.Tensor) or total.shape != whole.shape:
-        return None
-    if row.bias is not None:
-        total = total + row.bias
-    # Wrong splits are wrong by the size of the values; rounding is below 1e-3 of it in every dtype of a master.
-    return bool((total - whole).norm() <= 1e-3 * whole.norm())
-
-
-def _smallest_split(region: Region, columns: Sequence[nn.Module]) -> int:
-    """Into how many parts: the smallest number above one that cuts between heads."""
-    sizes = region.parts or tuple(layer.out_features for layer in columns)
-    units = [size // region.head_dim for size in sizes] if region.head_dim > 1 else [2]
-    common = math.gcd(*units)
-    return next((n for n in range(2, common + 1) if common % n == 0), 1)
-
-
-def _part(
-    inner: nn.Module,
-    columns: Sequence[nn.Module],
-    row: nn.Module,
-    region: Region,
-    x: torch.Tensor,
-    part: int,
-    parts: int,
-) -> torch.Tensor:
-    """One part's forward, with its pieces of the weights in their places."""
-    held = [(layer, dict(parameter_slots(layer))) for layer in [*columns, row]]
-    try:
-        for layer in columns:
-            slots = parameter_slots(layer)
-            for name, whole in list(slots.items()):
-                if whole is not None:
-                    slots[name] = torch.cat(
-                        [p.tensor_split(parts)[part] for p in whole.split(region.parts or len(whole))]
-                    )
-        slots = parameter_slots(row)
-        slots["weight"] = slots["weight"].tensor_split(parts, dim=1)[part]
-        slots["bias"] = None
-        outputs: torch.Tensor = inner(x)
-        return outputs
-    finally:
-        for layer, slots in held:
-            parameter_slots(layer).update(slots)
+    return Roles(
+        tuple(regions), embedding, head, sequence, tuple(dict.fromkeys(why)), tuple(paths[block] for block in blocks)
+    )
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
+    """Whether it is known to compute `x @ weight.T + bias` and nothing else: no subclass with more to it."""
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward in (nn.Linear.forward, Linear.forward)
+        and "forward" not in vars(module)
+        and set(parameter_slots(module)) == {"weight", "bias"}
+        and not any(True for _ in module.children())
+    )
 
 
 def is_norm(module: nn.Module) -> bool:
     """By its class's name: a norm works position by position, unless it is of batches, groups or instances."""
     name = type(module).__name__
     return "Norm" in name and not any(other in name for other in ("Batch", "Group", "Instance"))
+
+
+def is_elementwise(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return isinstance(module, Dropout) or any(word in name for word in ELEMENTWISE)
+
+
+def inside(path: str, root: str) -> bool:
+    return not root or path == root or path.startswith(f"{root}.")
 
 
 def _by_pattern(module: nn.Module, given: Mapping[str, str]) -> dict[str, str]:
@@ -239,7 +141,11 @@ def _given_regions(module: nn.Module, named: Mapping[str, str]) -> list[Region]:
     for path, role in named.items():
         if role in ("column", "row"):
             if not is_linear(module.get_submodule(path)):
-                raise ModelError(f"model.roles: {path} is {role}, and no nn.Linear.", fix='"replicated"')
+                raise ModelError(
+                    f"model.roles: {path} is {role}, and no plain nn.Linear.",
+                    why="of another class it is not known what a part of its weights computes",
+                    fix=f"model.roles = {{ {path!r} = 'replicated' }}",
+                )
             by_parent.setdefault(path.rpartition(".")[0], {"column": [], "row": []})[role].append(path)
     regions = []
     for parent, layers in by_parent.items():
@@ -248,96 +154,193 @@ def _given_regions(module: nn.Module, named: Mapping[str, str]) -> list[Region]:
                 f"model.roles: {parent or 'the model'} has {len(layers['column'])} column layers and "
                 f"{len(layers['row'])} row layers.",
                 why="what column layers split, one row layer of the same module adds up again",
-                fix="give one row layer beside the column layers, or neither",
+                fix="give one row layer beside the column layers, or all of them 'replicated'",
             )
-        head_dim = getattr(module.get_submodule(parent), "head_dim", 1)
-        regions.append(Region(parent, tuple(layers["column"]), layers["row"][0], head_dim))
+        regions.append(_given_region(module, parent, tuple(layers["column"]), layers["row"][0]))
     return regions
+
+
+def _given_region(module: nn.Module, path: str, columns: tuple[str, ...], row: str) -> Region:
+    """Raises: ModelError where a cut of the outputs would not be a cut of what they mean."""
+    owner, last = module.get_submodule(path), [column.rpartition(".")[2] for column in columns]
+    widths, inner = [module.get_submodule(column).out_features for column in columns], module.get_submodule(row)
+    reason, head_dim, parts = "", 1, ()
+    if len(columns) > 2 or last[0] in FUSED or hasattr(owner, "head_dim"):
+        head_dim, reason = _attention(owner, path, [module.get_submodule(one) for one in (*columns, row)])
+        if not reason and len(columns) == 1:
+            parts = _fused(widths[0], inner.in_features, head_dim)
+            reason = "" if parts else f"{last[0]} is not q, k and v one after another"
+    elif any(width != inner.in_features for width in widths):
+        reason = (
+            f"{', '.join(last)} give {widths}, and the row layer takes {inner.in_features}: how parts lie is unknown"
+        )
+    if reason:
+        raise ModelError(
+            f"model.roles: {path or 'the model'} cannot be split.",
+            why=reason,
+            fix=f"model.roles = {{ {columns[0]!r} = 'replicated' }}, and so for the layers beside it"
+            + ("; or count heads from the width: .unflatten(-1, (-1, self.head_dim))" if "heads" in reason else ""),
+        )
+    return Region(path, columns, row, head_dim, parts)
 
 
 def _guess(module: nn.Module, path: str) -> tuple[Region | None, str]:
     """The region that a module is, by its layers' names; or why one that looks like it is not split."""
-    layers = {name: child for name, child in module.named_children() if is_linear(child)}
+    layers = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
 
     def region(columns: Sequence[str], row: str, head_dim: int = 1, parts: tuple[int, ...] = ()) -> Region:
-        return Region(path, tuple(f"{path}.{name}" for name in columns), f"{path}.{row}", head_dim, parts)
+        at = f"{path}." if path else ""
+        return Region(path, tuple(f"{at}{name}" for name in columns), f"{at}{row}", head_dim, parts)
 
     for columns, rows in ATTENTION:
         row = next((name for name in rows if name in layers), None)
         if row is not None and all(name in layers for name in columns):
-            found, why = _attention(module, path, [layers[name] for name in columns])
+            found, why = _attention(module, path, [layers[name] for name in (*columns, row)])
             return (region(columns, row, found), "") if found else (None, why)
     fused = next((name for name in FUSED if name in layers), None)
     row = next((name for name in FUSED_ROW if name in layers), None)
     if fused is not None and row is not None:
-        found, why = _attention(module, path, [layers[fused]])
-        queries = layers[row].in_features
-        keys, rest = divmod(layers[fused].out_features - queries, 2)
-        if found and not rest and keys % found == 0:
-            return region([fused], row, found, (queries, keys, keys)), ""
+        found, why = _attention(module, path, [layers[fused], layers[row]])
+        parts = _fused(layers[fused].out_features, layers[row].in_features, found) if found else ()
+        if parts:
+            return region([fused], row, found, parts), ""
         return None, why or f"{path} stays whole: {fused} is not q, k and v one after another"
     for columns, rows in FEED_FORWARD:
         row = next((name for name in rows if name in layers), None)
         if row is not None and all(name in layers for name in columns) and len(columns) + 1 == len(layers):
-            if any(True for child in module.children() if child not in layers.values() for _ in child.parameters()):
-                return None, f"{path} stays whole: there are other weights between its layers"
-            if any(layers[name].out_features != layers[row].in_features for name in columns):
-                return None, f"{path} stays whole: its layers' widths do not fit one another"
-            return region(columns, row), ""
+            why = _feed_forward(module, path, [layers[name] for name in (*columns, row)])
+            return (None, why) if why else (region(columns, row), "")
     return None, ""
 
 
-def _attention(module: nn.Module, path: str, columns: Sequence[nn.Module]) -> tuple[int, str]:
+def _fused(width: int, queries: int, head_dim: int) -> tuple[int, ...]:
+    """The sizes of q, k and v in a fused layer that has them one after another; none where they cannot be that."""
+    keys, rest = divmod(width - queries, 2)
+    return () if rest or keys <= 0 or keys % head_dim or queries % head_dim else (queries, keys, keys)
+
+
+def _attention(module: nn.Module, path: str, layers: Sequence[nn.Module]) -> tuple[int, str]:
     """The size of a head where an attention counts its heads from the width that it is given; else 0 and why not."""
+    stays = f"{path or 'the model'} stays whole:"
     head_dim = getattr(module, "head_dim", None)
     if not isinstance(head_dim, int):
-        return 0, f"{path} stays whole: it has no head_dim, so it may count its heads by itself"
-    if count := _own_count(module):
-        return 0, f"{path} stays whole: it counts its heads by {count}"
-    inner = [child for child in module.children() if not is_linear(child)]
-    if any(p.numel() != head_dim for child in inner for p in child.parameters()):
-        return 0, f"{path} stays whole: it has weights across heads"
+        return 0, f"{stays} it has no head_dim, so it may count its heads by itself"
+    for inner in module.modules():
+        counts = [name for name in COUNTS if isinstance(getattr(inner, name, None), int)]
+        if counts:
+            return 0, f"{stays} it counts its heads by {counts[0]}"
+    if not all(is_linear(layer) for layer in layers):
+        return 0, f"{stays} its layers are no plain nn.Linear"
+    others = [inner for inner in module.modules() if inner not in layers]
+    weights = [p for inner in others for p in parameter_slots(inner).values() if p is not None]
+    if any(p.numel() != 1 and (p.numel() != head_dim or p.shape[-1] != head_dim) for p in weights):
+        return 0, f"{stays} it has weights across heads"
+    if any(is_norm(inner) and not _by_head(inner, head_dim) for inner in others):
+        return 0, f"{stays} it has a norm that may be across heads"
     return head_dim, ""
 
 
-def _own_count(module: nn.Module) -> str:
-    """The attribute by which an attention counts its heads itself, which a split does not change; empty without one."""
-    names = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
-    return next((name for name in names if hasattr(module, name)), "")
+def _by_head(norm: nn.Module, head_dim: int) -> bool:
+    weights = [p for p in parameter_slots(norm).values() if p is not None]
+    return bool(weights) or tuple(getattr(norm, "normalized_shape", ())) == (head_dim,)
+
+
+def _feed_forward(module: nn.Module, path: str, layers: Sequence[nn.Module]) -> str:
+    """Why a feed-forward network is not split; empty where it is."""
+    stays = f"{path or 'the model'} stays whole:"
+    if not all(is_linear(layer) for layer in layers):
+        return f"{stays} its layers are no plain nn.Linear"
+    if any(layer.out_features != layers[-1].in_features for layer in layers[:-1]):
+        return f"{stays} its first layers' outputs are not its last one's inputs"
+    others = [inner for inner in module.modules() if inner is not module and inner not in layers]
+    if any(p is not None for inner in (module, *others) for p in parameter_slots(inner).values()):
+        return f"{stays} there are other weights between its layers"
+    strange = next((inner for inner in others if not is_elementwise(inner)), None)
+    return "" if strange is None else f"{stays} {type(strange).__name__} may not work number by number"
 
 
 def _ends(
     module: nn.Module, blocks: Sequence[nn.Module], named: Mapping[str, str], paths: Mapping[nn.Module, str]
 ) -> tuple[str, str, str]:
-    """The vocabulary's embedding and head, which are split by vocabulary, and why not where they look like it."""
-    inside = {inner for block in blocks for inner in block.modules()}
-    outer = [inner for inner in module.modules() if inner not in inside]
-    heads = [paths[m] for m in outer if is_linear(m) and named.get(paths[m]) == "head"]
-    embeddings = [paths[m] for m in outer if isinstance(m, nn.Embedding) and named.get(paths[m]) == "embedding"]
-    if heads or embeddings:
-        return "".join(embeddings[:1]), "".join(heads[:1]), ""
+    """The vocabulary's embedding and head, which are split by vocabulary, and why not where they look like it.
+
+    Raises: ModelError for one that was given and cannot be.
+    """
+    within = {inner for block in blocks for inner in block.modules()}
+    outer = [inner for inner in module.modules() if inner not in within]
+    given = {role: [path for path, found in named.items() if found == role] for role in ("embedding", "head")}
+    if given["embedding"] or given["head"]:
+        _require_ends(module, given)
+        return "".join(given["embedding"]), "".join(given["head"]), ""
     tables = [m for m in outer if isinstance(m, nn.Embedding) and paths[m] not in named]
     if not tables:
         return "", "", ""
     table = max(tables, key=lambda m: m.num_embeddings)
-    if table.padding_idx is not None or table.max_norm is not None or table.sparse or table.scale_grad_by_freq:
-        return "", "", f"{paths[table]} stays whole: it treats some rows apart"
     linears = [m for m in outer if is_linear(m) and m.out_features == table.num_embeddings and paths[m] not in named]
-    return paths[table], paths[linears[-1]] if linears else "", ""
+    head = linears[-1:]
+    if reason := _apart(table):
+        return "", "", f"{paths[table]} stays whole: {reason}"
+    if other := _tied_to_another([table, *head], paths):
+        return "", "", f"{paths[table]} stays whole: it is tied to {other}"
+    return paths[table], "".join(paths[m] for m in head), ""
+
+
+def _require_ends(module: nn.Module, given: Mapping[str, Sequence[str]]) -> None:
+    for role, found in given.items():
+        if len(found) > 1:
+            raise ModelError(
+                f"model.roles: {', '.join(found)} have the role {role!r}.",
+                why="one vocabulary is split",
+                fix="give it to one of them, and the others 'replicated'",
+            )
+        for path in found:
+            one = module.get_submodule(path)
+            plain = type(one) is nn.Embedding if role == "embedding" else is_linear(one)
+            reason = "it is of a class of its own" if not plain else _apart(one) if role == "embedding" else ""
+            if reason:
+                raise ModelError(
+                    f"model.roles: {path} cannot be {'an' if role == 'embedding' else 'a'} {role}.",
+                    why=reason,
+                    fix=f"model.roles = {{ {path!r} = 'replicated' }}",
+                )
+
+
+def _apart(table: nn.Module) -> str:
+    """Why an embedding's rows are not alike; empty where they are."""
+    if type(table) is not nn.Embedding:
+        return "it is of a class of its own"
+    options = ("padding_idx", "max_norm", "sparse", "scale_grad_by_freq")
+    # Row 0 may be the padding: by identity, since 0 equals False.
+    used = [name for name in options if getattr(table, name) is not None and getattr(table, name) is not False]
+    return f"{used[0]} treats some rows apart" if used else ""
+
+
+def _tied_to_another(ends: Iterable[nn.Module], paths: Mapping[nn.Module, str]) -> str:
+    """A module that shares a weight with the ends and is none of them."""
+    shared = {parameter_slots(one)["weight"] for one in ends}
+    others = [inner for inner in paths if inner not in ends and shared & set(parameter_slots(inner).values())]
+    return paths[others[0]] if others else ""
 
 
 def _position_wise(
-    module: nn.Module, blocks: Sequence[nn.Module], regions: Sequence[Region], embedding: str, head: str,
-    paths: Mapping[nn.Module, str],
-) -> tuple[bool, str]:  # fmt: skip
-    """Whether everything with weights outside the regions is a norm, an embedding or a head."""
+    regions: Sequence[Region], embedding: str, head: str, paths: Mapping[nn.Module, str]
+) -> tuple[bool, str]:
+    """Whether everything with weights or tables outside the regions is a norm, an embedding or a head.
+
+    Tables of rotary positions are used inside the regions, where all positions are.
+    """
     if not (regions and embedding and head):
         return False, "no sequence parallel: it needs a split embedding, split blocks and a split head"
-    covered = {region.path for region in regions}
-    for inner in module.modules():
-        path = paths[inner]
-        if any(path == root or path.startswith(f"{root}.") for root in covered) or path in (embedding, head):
+    roots = [region.path for region in regions]
+    nested = next((one for one in roots for other in roots if one != other and inside(one, other)), None)
+    if nested is not None:
+        return False, f"no sequence parallel: {nested} is split inside a split module"
+    for inner, path in paths.items():
+        if any(inside(path, root) for root in roots) or path in (embedding, head) or is_norm(inner):
             continue
-        if any(True for _ in inner.parameters(recurse=False)) and not is_norm(inner):
+        rotary = "rotary" in f"{path}.{type(inner).__name__}".lower() or "rope" in type(inner).__name__.lower()
+        if parameter_slots(inner) and any(p is not None for p in parameter_slots(inner).values()):
             return False, f"no sequence parallel: {path or 'the model'} may look at several positions"
+        if any(b is not None and b.numel() > 1 for b in buffer_slots(inner).values()) and not rotary:
+            return False, f"no sequence parallel: {path or 'the model'} may have a table of positions"
     return True, ""

@@ -1,13 +1,17 @@
 """Tensor parallel: weights lie as DTensors on the tp mesh, and forward computes with this rank's local part of them.
 
-The layers' own forwards are kept: around each of them the local tensor stands in its parameter's place, and the
-collectives are autograd functions of ours (parallel/collectives.py). Under sequence parallel what lies between the
-regions is split by position: a region gathers all positions and its row layer scatters the sum.
+The layers' own forwards are kept: around each of them the local tensor stands in its parameter's place
+(parallel/local_forward.py), and split layers do their collectives there (parallel/split_layers.py). What enters a
+region's column layers is copied, or gathered under sequence parallel; what leaves its row layer is summed, or
+scattered. So what a region does before its column layers and after its row layer (a norm, a residual, dropout) is as
+outside.
+
+In bf16 a row layer's parts are rounded and summed in bf16: see docs/decisions/006-row-sums-in-bf16.md.
 Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import inspect
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,41 +19,40 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwise.data.order import seed_of
 from shardwise.errors import ModelError
 from shardwise.names import canonical
-from shardwise.parallel.collectives import Copied, Gathered, Joined, Scattered, Summed
 from shardwise.parallel.device_mesh import Mesh
-from shardwise.parallel.roles import Region, Roles
+from shardwise.parallel.local_forward import Around, Course
+from shardwise.parallel.roles import Region, Roles, inside
+from shardwise.parallel.split_layers import Beginning, Column, Embedding, Head, InBlock, InRegion, Row, shares
+from shardwise.parallel.staging import Stub
 from shardwise.torch_private import parameter_slots
 
-Before = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-After = Callable[[Any], Any]
-Localize = Callable[[str, DTensor], torch.Tensor | None]
+# torch's own modules that compute with the weights of modules in them, without calling these.
+READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class TensorParallel:
-    """A module's tensor-parallel part.
+    """A module's tensor-parallel part. `sequence`: whether activations between the regions are split by position."""
 
-    sequence: whether activations between the regions are split by position. why: what stays whole, and the reasons.
-    """
-
-    def __init__(
-        self, module: nn.Module, group: Any, partial: set[str], sequence: bool, why: tuple[str, ...] = ()
-    ) -> None:
-        self.module, self.group, self.partial, self.sequence, self.why = module, group, partial, sequence, why
+    def __init__(self, module: nn.Module, course: Course) -> None:
+        self.module, self.course, self.sequence = module, course, course.sequence
 
     def finish(self) -> None:
         """Gradients of weights that every rank holds whole, and of which each saw a part, are summed: one all-reduce.
 
-        After the data-parallel sum. Collective over the tp group.
+        After the data-parallel sum. A gradient that this rank has not counts as zero. Collective over the tp group.
         """
-        found = [p.grad for name, p in self.module.named_parameters() if canonical(name) in self.partial]
-        gradients = [g.to_local() if isinstance(g, DTensor) else g for g in found if g is not None]
+        names = self.course.partial
+        partial = [p for name, p in self.module.named_parameters() if canonical(name) in names and p.requires_grad]
+        for parameter in partial:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in partial]
         for dtype in dict.fromkeys(g.dtype for g in gradients):
             same = [g for g in gradients if g.dtype == dtype]
             flat = torch.cat([g.reshape(-1) for g in same])
-            dist.all_reduce(flat, group=self.group)
+            dist.all_reduce(flat, group=self.course.group)
             for gradient, piece in zip(same, flat.split([g.numel() for g in same]), strict=True):
                 gradient.copy_(piece.view_as(gradient))
 
@@ -69,20 +72,25 @@ def apply(
     if sequence is True and not roles.sequence:
         raise ModelError(
             "sequence_parallel = true, and this model is not known to be position-wise between its split layers.",
-            why="; ".join(roles.why),
+            why="; ".join(why for why in roles.why if "sequence" in why),
             fix='model.sequence_parallel = "auto"',
         )
-    chosen = roles.sequence and roles.known if sequence == "auto" else bool(sequence)
     modules = {canonical(name): inner for name, inner in module.named_modules()}
     regions = [region for region in roles.regions if region.row in modules]
     for region in regions:
         _require_whole_heads(region, modules, tp.size())
+    _require_rows(roles.embedding, modules, tp.size())
     split = _placements(regions, roles, modules)
-    partial = _partial(module, regions, split, sequence=chosen)
+    course = Course(
+        tp,
+        sequence=roles.sequence if sequence == "auto" else bool(sequence),
+        split=frozenset(split),
+        outer={name for name, _ in _named(module) if not any(inside(name, block) for block in roles.blocks)},
+        first_names=_first_names(module),
+    )
     _distribute(module, split, tp)
-    group = tp.get_group()
-    _localize(modules, regions, roles, group, sequence=chosen, vocabulary_loss=vocabulary_loss, tp=tp)
-    return TensorParallel(module, group, partial, chosen, roles.why)
+    _surround(modules, regions, roles, course, staged=mesh.degree("pp") > 1, vocabulary_loss=vocabulary_loss)
+    return TensorParallel(module, course)
 
 
 def _require_whole_heads(region: Region, modules: Mapping[str, nn.Module], tp: int) -> None:
@@ -98,50 +106,58 @@ def _require_whole_heads(region: Region, modules: Mapping[str, nn.Module], tp: i
             )
 
 
+def _require_rows(embedding: str, modules: Mapping[str, nn.Module], tp: int) -> None:
+    table = modules.get(embedding)
+    if isinstance(table, nn.Embedding) and not all(shares(table.num_embeddings, tp)):
+        raise ModelError(
+            f"{embedding} has {table.num_embeddings} rows, and tp = {tp} leaves a rank without one.",
+            why="each rank looks up its own rows",
+            fix=f"model.roles = {{ {embedding!r} = 'replicated' }}, or a smaller tp",
+        )
+
+
 def _placements(regions: list[Region], roles: Roles, modules: Mapping[str, nn.Module]) -> dict[str, int]:
     """The dim by which each split parameter is cut, by name; all others stay whole."""
     split: dict[str, int] = {}
     for region in regions:
-        split[f"{region.row}.weight"] = 1
+        split[_join(region.row, "weight")] = 1
         for path in () if region.parts else region.columns:
-            split[f"{path}.weight"] = 0
-            split[f"{path}.bias"] = 0
+            split[_join(path, "weight")] = 0
+            split[_join(path, "bias")] = 0
     for path in (roles.embedding, roles.head):
-        if path in modules:
-            split[f"{path}.weight"] = 0
-            split[f"{path}.bias"] = 0
+        if path and path in modules:
+            split[_join(path, "weight")] = 0
+            split[_join(path, "bias")] = 0
     return split
 
 
-def _partial(module: nn.Module, regions: list[Region], split: Mapping[str, int], *, sequence: bool) -> set[str]:
-    """Names of whole parameters of whose gradient each rank computes a part.
-
-    In a region: what is not its row layer's bias (a fused layer, a norm by head). Under sequence parallel: all.
-    """
-    whole = [name for name, _ in _named(module) if name not in split]
-    if sequence:
-        return set(whole)
-    inside = tuple(f"{region.path}." for region in regions)
-    rows = {f"{region.row}.bias" for region in regions}
-    return {name for name in whole if name.startswith(inside) and name not in rows} if inside else set()
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(canonical(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
 
 
+def _first_names(module: nn.Module) -> dict[str, str]:
+    first = {p: canonical(name) for name, p in module.named_parameters()}
+    return {name: first[p] for name, p in _named(module)}
+
+
 def _distribute(module: nn.Module, split: Mapping[str, int], tp: DeviceMesh) -> None:
     """Each parameter as a DTensor of this rank's part. Every rank holds the same whole values before."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     dims: dict[nn.Parameter, int | None] = {}
+    first: dict[nn.Parameter, str] = {}
     for name, parameter in _named(module):
         dim = split.get(name)
         if dims.setdefault(parameter, dim) != dim:
             raise ModelError(
-                f"{name} is tied to a weight that is split in another way.",
+                f"{name} and {first[parameter]} are one weight, split in two ways.",
                 why="one weight lies on the ranks in one way",
                 fix="give both the same role, or 'replicated'",
             )
+        first.setdefault(parameter, name)
     for owner in module.modules():
         slots = parameter_slots(owner)
         for name, parameter in slots.items():
@@ -155,9 +171,8 @@ def _distribute(module: nn.Module, split: Mapping[str, int], tp: DeviceMesh) -> 
 def _as_dtensor(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh) -> nn.Parameter:
     values = parameter.detach()
     if dim is not None:
-        here, size = tp.get_local_rank(), -(-values.shape[dim] // tp.size())
-        begin = min(here * size, values.shape[dim])
-        values = values.narrow(dim, begin, min(size, values.shape[dim] - begin)).clone()
+        here, sizes = tp.get_local_rank(), shares(values.shape[dim], tp.size())
+        values = values.narrow(dim, sum(sizes[:here]), sizes[here]).clone()
     placement = Replicate() if dim is None else Shard(dim)
     whole = DTensor.from_local(
         values, tp, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -165,204 +180,42 @@ def _as_dtensor(parameter: nn.Parameter, dim: int | None, tp: DeviceMesh) -> nn.
     return nn.Parameter(whole, parameter.requires_grad)
 
 
-class Around:
-    """In a module's forward: its weights are this rank's parts, and something may stand before it and after it."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        before: Before | None = None,
-        after: After | None = None,
-        localize: Localize | None = None,
-    ) -> None:
-        self.module, self.forward = (module,), module.forward  # in a tuple: an attribute would make it a child
-        self.before, self.after, self.localize = before, after, localize
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.before is not None:
-            args, kwargs = self.before(args, kwargs)
-        slots = parameter_slots(self.module[0])
-        masters = {name: p for name, p in slots.items() if isinstance(p, DTensor)}
-        try:
-            for name, master in masters.items():
-                slots[name] = self.localize(name, master) if self.localize is not None else master.to_local()
-            outputs = self.forward(*args, **kwargs)
-        finally:
-            slots.update(masters)
-        return outputs if self.after is None else self.after(outputs)
-
-
-def _localize(
-    modules: Mapping[str, nn.Module], regions: list[Region], roles: Roles, group: Any, *,
-    sequence: bool, vocabulary_loss: bool, tp: DeviceMesh,
+def _surround(
+    modules: Mapping[str, nn.Module], regions: list[Region], roles: Roles, course: Course, *,
+    staged: bool, vocabulary_loss: bool,
 ) -> None:  # fmt: skip
+    """Put what each module needs in the place of its forward."""
     around: dict[str, Around] = {}
-    enter, leave = (Gathered, Scattered) if sequence else (Copied, Summed)
-    for number, region in enumerate(regions):
-        draws = None if sequence else _Apart(number, tp.get_local_rank())
-        around[region.row] = _row(modules[region.row], leave, group, draws)
-        if region.parts:
-            for path in region.columns:
-                around[path] = Around(modules[path], localize=_pieces(region.parts, tp))
-        around[region.path] = _region(modules[region.path], enter, group, draws)
-    if roles.embedding in modules and isinstance(modules[roles.embedding], nn.Embedding):
-        around[roles.embedding] = _embedding(modules[roles.embedding], leave, group, tp, sequence=sequence)
-    if roles.head in modules and isinstance(modules[roles.head], nn.Linear):
-        around[roles.head] = _head(modules[roles.head], enter, group, tp, vocabulary_loss=vocabulary_loss)
+    for region in regions:
+        around[region.row] = Row(modules[region.row], region.row, course, region.path)
+        for path in region.columns:
+            around[path] = Column(modules[path], path, course, region.path, region.parts)
+        around[region.path] = InRegion(modules[region.path], region.path, course)
+    embedding, head = modules.get(roles.embedding), modules.get(roles.head)
+    if roles.embedding and isinstance(embedding, nn.Embedding):
+        around[roles.embedding] = Embedding(embedding, roles.embedding, course, staged=staged)
+    elif roles.embedding and isinstance(embedding, Stub):
+        around[roles.embedding] = _stub(embedding, roles.embedding, course)
+    if roles.head and isinstance(head, nn.Linear):
+        around[roles.head] = Head(head, roles.head, course, shards=vocabulary_loss)
+    if course.sequence and not staged:
+        blocks = {path: modules[path] for path in roles.blocks if path in modules and path not in around}
+        around.update({path: InBlock(block, path, course) for path, block in blocks.items()})
     for path, inner in modules.items():
-        if path in around or any(True for p in parameter_slots(inner).values() if isinstance(p, DTensor)):
-            inner.forward = around.get(path) or Around(inner)
+        if path not in around and _has_weights(inner):
+            own = [m for name, m in inner.named_modules() if name and _join(path, canonical(name)) not in around]
+            around[path] = Around(inner, path, course, tuple(own) if isinstance(inner, READ_INSIDE) else ())
+    for path, one in around.items():
+        modules[path].forward = one
 
 
-def _hidden(change: Callable[[torch.Tensor], torch.Tensor]) -> Before:
-    """Change the first tensor that a module is given, the hidden one, and every other like it.
-
-    Like it: floating and of its shape (a query, a key and a value), or with a gradient to be summed. What comes twice
-    crosses once.
-    """
-
-    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        if first is None:
-            raise ModelError("A split module was called without a tensor.", fix="give the hidden tensor first")
-        changed: dict[int, torch.Tensor] = {}
-
-        def of(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not (value is first or _is_hidden(value, first)):
-                return value
-            if id(value) not in changed:
-                changed[id(value)] = change(value)
-            return changed[id(value)]
-
-        return tuple(of(value) for value in args), {key: of(value) for key, value in kwargs.items()}
-
-    return before
+def _has_weights(module: nn.Module) -> bool:
+    inner = module.modules() if isinstance(module, READ_INSIDE) else (module,)
+    return any(isinstance(p, DTensor) for owner in inner for p in parameter_slots(owner).values())
 
 
-def _is_hidden(value: torch.Tensor, first: torch.Tensor) -> bool:
-    return value.is_floating_point() and (value.shape == first.shape or value.requires_grad)
-
-
-class _Apart:
-    """A random stream of this rank's own between a region's column layers and its row layer.
-
-    What is whole on every rank must be dropped alike, what is split must not. The stream's seed is that of the
-    micro-batch, the region and the rank, so recompute draws the same again; the shared one stands still meanwhile.
-    """
-
-    def __init__(self, region: int, here: int) -> None:
-        self.region, self.here = region, here
-        self.shared: list[torch.Tensor] = []
-        self.device = torch.device("cpu")
-
-    def begin(self, device: torch.device) -> None:
-        self.device, self.shared = device, [torch.get_rng_state()]
-        if device.type == "cuda":
-            self.shared.append(torch.cuda.get_rng_state(device))
-        torch.manual_seed(seed_of(torch.initial_seed(), "split region", self.region, self.here))
-
-    def end(self) -> None:
-        """Idempotent: the row layer ends it, and the region does so where an error came before."""
-        if self.shared:
-            torch.set_rng_state(self.shared[0])
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(self.shared[1], self.device)
-            self.shared = []
-
-
-def _row(module: nn.Module, leave: Any, group: Any, draws: _Apart | None) -> Around:
-    """The bias is added once, after the sum; from there on all ranks hold the same, and draw the same."""
-    bias: list[torch.Tensor] = []
-
-    def localize(name: str, master: DTensor) -> torch.Tensor | None:
-        if name != "bias":
-            return master.to_local()
-        bias[:] = [master.to_local()]
-        return None
-
-    def after(outputs: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = leave.apply(outputs, group)
-        if draws is not None:
-            draws.end()
-        return total + bias.pop() if bias else total
-
-    return Around(module, after=after, localize=localize)
-
-
-def _pieces(parts: tuple[int, ...], tp: DeviceMesh) -> Localize:
-    """Of a fused layer that every rank holds whole, this rank's rows of each part."""
-
-    def localize(name: str, master: DTensor) -> torch.Tensor:
-        whole, here, ranks = master.to_local(), tp.get_local_rank(), tp.size()
-        pieces = [
-            part.narrow(0, here * (size // ranks), size // ranks)
-            for part, size in zip(whole.split(parts), parts, strict=True)
-        ]
-        return torch.cat(pieces)
-
-    return localize
-
-
-def _region(module: nn.Module, enter: Any, group: Any, draws: _Apart | None) -> Around:
-    around = Around(module, before=_hidden(lambda x: enter.apply(x, group)))
-    if draws is not None:
-        inner = around.forward
-
-        def drawing(*args: Any, **kwargs: Any) -> Any:
-            if not module.training:
-                return inner(*args, **kwargs)
-            device = next(
-                (a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), torch.device("cpu")
-            )
-            draws.begin(device)
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                draws.end()
-
-        around.forward = drawing
-    return around
-
-
-def _embedding(module: nn.Module, leave: Any, group: Any, tp: DeviceMesh, *, sequence: bool) -> Around:
-    """Each rank looks up the ids of its own rows; the others are zero, and the sum is the whole."""
-    outside: list[torch.Tensor] = []
-    size = -(-module.num_embeddings // tp.size())
-    begin = min(tp.get_local_rank() * size, module.num_embeddings)
-    end = min(begin + size, module.num_embeddings)
-
-    def before(ids: torch.Tensor) -> torch.Tensor:
-        if sequence and (ids.ndim < 2 or ids.shape[1] % tp.size()):
-            raise ModelError(
-                f"Token ids of shape {tuple(ids.shape)} do not divide by tp = {tp.size()} along the sequence.",
-                why="sequence parallel gives each rank as many positions",
-                fix="model.sequence_parallel = false, or sequences of a multiple of tp",
-            )
-        missing = (ids < begin) | (ids >= end)
-        outside[:] = [missing]
-        return (ids - begin).masked_fill(missing, 0)
-
-    def after(outputs: torch.Tensor) -> torch.Tensor:
-        found = outputs.masked_fill(outside.pop().unsqueeze(-1), 0.0)
-        total: torch.Tensor = leave.apply(found, group)
-        return total
-
-    return Around(module, before=_hidden(before), after=after)
-
-
-def _head(module: nn.Module, enter: Any, group: Any, tp: DeviceMesh, *, vocabulary_loss: bool) -> Around:
-    vocabulary = module.out_features
-    size = -(-vocabulary // tp.size())
-    sizes = tuple(max(0, min(size, vocabulary - rank * size)) for rank in range(tp.size()))
-
-    def after(outputs: torch.Tensor) -> torch.Tensor:
-        if not vocabulary_loss:
-            whole: torch.Tensor = Joined.apply(outputs, group, sizes)
-            return whole
-        shape = (*outputs.shape[:-1], vocabulary)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            outputs, tp, [Shard(len(shape) - 1)], run_check=False, shape=torch.Size(shape), stride=stride
-        )
-
-    return Around(module, before=_hidden(lambda x: enter.apply(x, group)), after=after)
+def _stub(stub: Stub, path: str, course: Course) -> Beginning:
+    """Token ids pass a stage that has not the embedding too, with the name that the embedding has for them."""
+    beginning = Beginning(stub, path, course, staged=True)
+    beginning.hidden = next(iter(inspect.signature(stub.shell[0].forward).parameters), "")
+    return beginning
