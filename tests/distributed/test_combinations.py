@@ -84,6 +84,8 @@ def covering(cells: list[Cell]) -> set[Cell]:
 
 
 CI = covering([cell for cell in EAGER if world(cell) <= CI_RANKS])
+# On eight ranks two: what no four can have.
+CI |= {Cell("1f1b", "hybrid3", "none", "off", "no"), Cell("interleaved-1f1b", "zero3", "full", "off", "yes")}
 
 
 @pytest.mark.parametrize(
