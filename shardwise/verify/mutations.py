@@ -12,8 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise import ranks
-from shardwise.parallel import buckets
+from shardwise.models import decoder
+from shardwise.parallel import buckets, collectives, pipeline
 from shardwise.parallel import parallelize as passes
+from shardwise.parallel.tensor_parallel import TensorParallel
+from shardwise.parallel.ties import Ties
 from shardwise.plan.mesh import MeshShape
 from shardwise.train import evaluate, step
 
@@ -115,6 +118,48 @@ def _evaluate_alone() -> None:
     evaluate.agree = alone
 
 
+def _drop_tp_sum() -> None:
+    TensorParallel.finish = lambda self: None  # type: ignore[method-assign]
+
+
+def _drop_tp_forward() -> None:
+    """What a row linear gives is cut into the ranks' parts of the sequence without being summed."""
+
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, ctx.length = group, x.shape[1]
+        return x.tensor_split(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+
+    collectives.Scattered.forward = staticmethod(forward)  # type: ignore[method-assign]
+
+
+def _drop_tie_sum() -> None:
+    Ties.finish = lambda self: None  # type: ignore[method-assign]
+
+
+def _swap_stages() -> None:
+    """The first block gets the values of the last one, and the last those of the first."""
+    fill, initialize = decoder.fill_normal_, decoder.Decoder.init_weights
+
+    def init(self: decoder.Decoder, seed: int | None = None) -> None:
+        first, last = "blocks.0.", f"blocks.{self.arch.num_layers - 1}."
+
+        def swapped(parameter: Any, *, name: str, **rest: Any) -> None:
+            other = {first: last, last: first}.get(name[: len(first)])
+            fill(parameter, name=name if other is None else other + name[len(first) :], **rest)
+
+        decoder.fill_normal_ = swapped
+        initialize(self, seed)
+
+    decoder.Decoder.init_weights = init  # type: ignore[method-assign]
+
+
+def _garble_crossing() -> None:
+    give = pipeline._Run._give
+    pipeline._Run._give = lambda self, action, tensor: give(  # type: ignore[method-assign]
+        self, action, tensor * 1.001 if action.kind == "F" else tensor
+    )
+
+
 def _later() -> None:
     """Planted at its own place below."""
 
@@ -131,6 +176,12 @@ PLANTED: dict[str, Callable[[], None]] = {
     "reuse-dropout-seed": _reuse_dropout_seed,
     "repeat-dropout": _repeat_dropout,
     "evaluate-alone": _evaluate_alone,
+    "drop-tp-sum": _drop_tp_sum,
+    "drop-tp-forward": _drop_tp_forward,
+    "drop-tie-sum": _drop_tie_sum,
+    "swap-stages": _swap_stages,
+    "garble-crossing": _garble_crossing,
+    "half-stage": _later,
     "untie-head": _later,
     "swap-blocks": _later,
     "one-layer": _later,
@@ -152,6 +203,8 @@ def after_splitting(name: str, module: nn.Module) -> None:
 
 
 def after_backward(name: str, module: nn.Module) -> None:
+    if name == "half-stage" and passes.parallel_of(module).mesh.index("pp") == 0:
+        step.scale_gradients(step.local_gradients(passes.parallel_of(module)), 0.5)
     if name == "one-layer":
         for key, parameter in module.named_parameters():
             if ".1." in key and parameter.grad is not None:

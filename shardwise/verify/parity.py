@@ -196,7 +196,7 @@ def compare(folder: Path, case: Case, about: About) -> Comparison:
         wanted = expected.get(key, expected.get(f"{kind}/{other.get(name, name)}"))
         tensors.append(
             _tensor(kind, name, wanted, [arrays.get(key) for arrays in found], split.get(name, ()), twins,
-                    elementwise and kind == "parameter", ZERO_GRADIENT * largest if kind == "gradient" else 0.0)
+                    elementwise and kind == "parameter", largest if kind == "gradient" else 0.0)
         )  # fmt: skip
     zeros = tuple(
         n.partition("/")[2] for n, v in expected.items()
@@ -211,7 +211,7 @@ def compare(folder: Path, case: Case, about: About) -> Comparison:
 
 def _tensor(
     kind: str, name: str, wanted: np.ndarray[Any, Any] | None, held: list[np.ndarray[Any, Any] | None],
-    split: tuple[str, ...], twins: dict[str, str], elementwise: bool, floor: float,
+    split: tuple[str, ...], twins: dict[str, str], elementwise: bool, largest: float,
 ) -> Tensor:  # fmt: skip
     ranks = [rank for rank, value in enumerate(held) if value is not None]
     values = [value for value in held if value is not None]
@@ -221,7 +221,7 @@ def _tensor(
         return Tensor(name, _kind(kind), tuple(ranks), (float("inf"),) * len(ranks), copies, split)
     if not ranks:
         return Tensor(name, _kind(kind), (0,), (float("inf"),), (0,), split)
-    differences = tuple(_difference(value, wanted, elementwise, floor) for value in values)
+    differences = tuple(_difference(value, wanted, elementwise, largest) for value in values)
     worst = values[int(np.argmax(differences))].astype(np.float64)
     exact = wanted.astype(np.float64)
     size = float((exact * exact).sum())
@@ -237,14 +237,18 @@ def _kind(kind: str) -> Kind:
     return found
 
 
-def _difference(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], elementwise: bool, floor: float) -> float:
-    """Relative to the tensor's size: the largest element's distance, or the distance in norm."""
+def _difference(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], elementwise: bool, largest: float) -> float:
+    """Relative to the tensor's size: the largest element's distance, or the distance in norm.
+
+    A gradient that is zero in truth is noise, and measured against the largest one.
+    """
     if found.shape != wanted.shape:
         return float("inf")
     gap = found.astype(np.float64) - wanted.astype(np.float64)
     if elementwise:
         return float(np.abs(gap).max()) / max(float(np.abs(wanted).max()), 1e-300)
-    return float(np.linalg.norm(gap)) / max(float(np.linalg.norm(wanted)), floor * 1e12, 1e-300)
+    size = float(np.linalg.norm(wanted))
+    return float(np.linalg.norm(gap)) / max(largest if size <= ZERO_GRADIENT * largest else size, 1e-300)
 
 
 def _digest(value: np.ndarray[Any, Any]) -> str:

@@ -3,6 +3,7 @@
 The second has no part of the engine's passes: one process, the whole batch at once, torch's own loss and clipping.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from shardwise.models.split_probe import SplitProbe, two_split_probe
 from shardwise.optimizer import build as optimizers
 from shardwise.parallel import parallelize as passes
 from shardwise.plan.plan import Plan
-from shardwise.torch_private import Dropout
+from shardwise.torch_private import Dropout, tree_leaves
 from shardwise.train import evaluate as evaluation
 from shardwise.train import own_loop, setup, step
 from shardwise.verify import shrink
@@ -120,6 +121,31 @@ class Trained(NamedTuple):
     masks: Masks | None = None
 
 
+class Outputs:
+    """The sum of squares of what each block gives in the first step, equal numbers once."""
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        self.seen: dict[str, dict[float, None]] = {}
+        self.hooks: list[Any] = []
+        if plan.decision.compile == "off":
+            path, blocks, _ = inspect.find_blocks(module, plan.recipe.model.blocks)
+            self.hooks = [
+                block.register_forward_hook(partial(self._see, f"{path}.{index}")) for index, block in enumerate(blocks)
+            ]
+
+    def _see(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
+        if first is not None:
+            value = float(step.local(first).detach().double().square().sum())
+            self.seen.setdefault(name, {})[value] = None
+
+    def told(self) -> dict[str, tuple[float, ...]]:
+        """What was seen until now; nothing is looked at afterwards."""
+        for hook in self.hooks:
+            hook.remove()
+        return {name: tuple(values) for name, values in self.seen.items()}
+
+
 def by_the_engine(case: Case, run: Path, mutation: str = "", *, resume: bool = False) -> Trained:
     """Train under the plan; at the end evaluate. With `resume`, from the checkpoint on. Collective."""
     from shardwise.verify import mutations
@@ -130,6 +156,7 @@ def by_the_engine(case: Case, run: Path, mutation: str = "", *, resume: bool = F
         data(plan, build(plan, meta=False) if plan.arch is None else nn.Module()),
     )
     initialize = (lambda m: initialize_decoder(m, plan.recipe.seed)) if plan.arch is not None else None
+    seen = Outputs(module, plan)
     module = passes.parallelize(module, plan, blocks=plan.recipe.model.blocks, initialize=initialize)
     mutations.after_splitting(mutation, module)
     optimizer = own_loop.build_optimizer(module, spec)
@@ -139,13 +166,13 @@ def by_the_engine(case: Case, run: Path, mutation: str = "", *, resume: bool = F
     mutations.after_resume(mutation if resume else "", optimizer, batches)
     parallel, losses, counts, norms = passes.parallel_of(module), [], [], []
     tensors = {f"initial value/{name}": whole(p) for name, p in module.named_parameters()}
-    split, squares, samples = _split(module), {}, ()
+    split, squares, samples, outputs = _split(module), {}, (), {}
     for number, micros in enumerate(batches, start=done + 1):
         outcome = step.forward_backward(module, micros, setup.next_token_loss, step=number)
         mutations.after_backward(mutation, module)
         if number == 1:
             tensors |= named_gradients(module)
-            squares = _squares(module)
+            squares, outputs = _squares(module), seen.told()
             samples = tuple(int(i) for m in micros if m.samples for i in m.batch["sample"][: m.samples])
         limit = spec.clip_norm
         norms.append(step.clip_grad_norm(module, float("inf") if limit == "off" else limit))
@@ -160,7 +187,7 @@ def by_the_engine(case: Case, run: Path, mutation: str = "", *, resume: bool = F
     inputs = step.call_inputs(module, "auto")
     valid = evaluation.evaluate(module, parallel, Batches(batches_of.valid, workers=0), setup.next_token_loss, inputs)
     tensors |= {f"parameter/{name}": whole(p) for name, p in module.named_parameters()}
-    told = Told(tuple(losses), tuple(counts), tuple(norms), valid.loss, samples, squares)
+    told = Told(tuple(losses), tuple(counts), tuple(norms), valid.loss, samples, squares, outputs)
     masks = dropout_masks(module, plan, batches_of.train) if case.name == "logic" and not resume else None
     return Trained(told, tensors, split, masks)
 
@@ -237,8 +264,8 @@ def by_hand(case: Case) -> Trained:
         initialize_decoder(module, plan.recipe.seed)
     module.train()
     train, valid = data(plan, module)
-    optimizer = optimizers.build(spec, module)
-    losses, counts, norms, tensors, samples = [], [], [], {}, ()
+    optimizer, seen = optimizers.build(spec, module), Outputs(module, plan)
+    losses, counts, norms, tensors, samples, outputs = [], [], [], {}, (), {}
     tensors |= {f"initial value/{name}": whole(p) for name, p in module.named_parameters()}
     position, batch = 0, plan.decision.global_batch
     for number in range(1, shrink.STEPS + 1):
@@ -254,6 +281,7 @@ def by_hand(case: Case) -> Trained:
             for p in module.parameters():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             tensors |= named_gradients(module)
+            outputs = seen.told()
         limit = float("inf") if spec.clip_norm == "off" else spec.clip_norm
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), limit)))
         optimizer.step()
@@ -264,7 +292,7 @@ def by_hand(case: Case) -> Trained:
     with torch.no_grad():
         total, count = _cross_entropy(module, *_stacked(valid, range(len(valid))))
     tensors |= {f"parameter/{name}": whole(p) for name, p in module.named_parameters()}
-    told = Told(tuple(losses), tuple(counts), tuple(norms), float(total) / count, samples)
+    told = Told(tuple(losses), tuple(counts), tuple(norms), float(total) / count, samples, outputs=outputs)
     return Trained(told, tensors, {})
 
 

@@ -23,15 +23,20 @@ class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Told(Frozen, frozen=True):
-    """What one process says of its training, a number a step. `samples`: those that it read in the first step."""
+    """What one process says of its training, a number a step.
+
+    samples: those that it read in the first step. squares: of the first step's gradients as far as this process holds
+    them, the sum of squares by name, before clipping. outputs: of the first step, by block, the sum of squares of what
+    each forward of it gave, equal ones once (recompute gives the same again).
+    """
 
     losses: tuple[float, ...]
     counts: tuple[float, ...]
     norms: tuple[float, ...]
     evaluation: float
     samples: tuple[int, ...] = ()
-    # Of the first step's gradients, what this process holds: the sum of squares by name, before clipping.
     squares: dict[str, float] = {}
+    outputs: dict[str, tuple[float, ...]] = {}
 
 
 class Tensor(Frozen, frozen=True):
@@ -165,8 +170,10 @@ def layer(name: str) -> str:
 def judge(compared: Comparison) -> Judged:
     """Every check of one training, and the fault that the first failing one shows."""
     checks, fault = [], None
-    for find in (_samples, _initial, _counts, _first_loss, _gradients, _first_norm, _losses, _norms, _parameters,
-                 _evaluation):  # fmt: skip
+    for find in (
+        _samples, _initial, _counts, _forward, _first_loss, _gradients, _first_norm, _losses, _norms, _parameters,
+        _evaluation,
+    ):  # fmt: skip
         check, found = find(compared)
         checks.append(check)
         if not check.passed and fault is None:
@@ -220,6 +227,47 @@ def _counts(compared: Comparison) -> Finding:
         return Fault(check.what, "", "", axis, cause or "a micro-batch was dropped, or counted twice", numbers)
 
     return check, fault
+
+
+# ---------------------------------------------------------------- the forward pass
+
+
+def _forward(compared: Comparison) -> Finding:
+    """The squares of each block's output over the whole batch: the first block that differs, in the forward's order."""
+    expected = {name: sum(values) for name, values in compared.one.outputs.items()}
+    found = {name: _output(compared, name) for name in expected}
+    worst = max((_relative((found[name],), (expected[name],)) for name in expected), default=0.0)
+    # A sum of squares is as a norm is.
+    check = _check(compared, "outputs of the blocks in the first step", worst, compared.bounds.norm)
+
+    def fault() -> Fault:
+        name = next(n for n in expected if not _relative((found[n],), (expected[n],)) <= check.bound)
+        numbers = f"sum of its squares {found[name]:.12g}, in one process {expected[name]:.12g}"
+        axis, cause = _cause_of_output(compared, name, list(expected))
+        return Fault(check.what, f"output of {name}", name, axis, cause, numbers)
+
+    return check, fault
+
+
+def _output(compared: Comparison, name: str) -> float:
+    """Data-parallel ranks add up. Of the others of one such rank equal numbers are copies, others are parts."""
+    parts: dict[tuple[int, int], set[float]] = {}
+    for rank, told in enumerate(compared.ranks):
+        coord = compared.mesh.coord(rank)
+        parts.setdefault((coord.dp_replicate, coord.dp_shard), set()).update(told.outputs.get(name, ()))
+    return sum(value for values in parts.values() for value in sorted(values))
+
+
+def _cause_of_output(compared: Comparison, name: str, order: list[str]) -> tuple[str, str]:
+    """Only tp and pp touch what a block computes; its weights were right where this is asked."""
+    mesh = compared.mesh
+    stage = {n: mesh.coord(rank).pp for rank, told in enumerate(compared.ranks) for n in told.outputs}
+    before = order[order.index(name) - 1] if order.index(name) else None
+    if before is not None and stage.get(before) != stage.get(name):
+        return "pp", f"what crosses from stage {stage.get(before)} to stage {stage.get(name)} is not what was sent"
+    if mesh.tp > 1:
+        return "tp", f"in {name} a sum or a gather over tp is missing or wrong: no other axis splits its forward"
+    return "", f"{name} computes something else with the same weights: look at recompute, precision and its inputs"
 
 
 # ---------------------------------------------------------------- losses
@@ -312,6 +360,8 @@ def _cause(compared: Comparison, tensors: list[Tensor], failing: list[Tensor], k
     if names <= tied:
         return ("pp" if mesh.pp > 1 else ""), "a tied weight came untied: its two uses are not one weight any more"
     axis = next((a for t in failing if (a := _axis_of_unequal(mesh, t.ranks, t.copies))), "")
+    if axis == "tp" and kind == "gradient":
+        return axis, "a partial sum is not reduced over tp: its ranks hold different copies of what is whole on each"
     if axis:
         done = {"initial value": "initialised equally", "gradient": "summed", "parameter": "updated equally"}[kind]
         return axis, f"not {done} over {axis}: ranks along it hold different copies"
@@ -394,12 +444,14 @@ def _norms_by_fault(compared: Comparison, rank: int) -> Iterable[tuple[float, st
 def _norm_over(compared: Comparison, ranks: Iterable[int], all_count: Sequence[str]) -> float:
     """The norm of what these ranks own; along `all_count` every rank counts its copy."""
     split = {tensor.name: tensor.split for tensor in _of(compared, "gradient")}
+    # A later stage's copy of a tied weight has another name, and no part in the norm.
+    seconds = {name for group in compared.ties for name in group[1:]} if compared.mesh.pp > 1 else set()
     total = 0.0
     for rank in ranks:
         coord = compared.mesh.coord(rank)
         for name, square in compared.ranks[rank].squares.items():
             axes = {*split.get(name, ()), *all_count, "pp"}
-            if all(axis in axes or getattr(coord, axis) == 0 for axis in AXES):
+            if name not in seconds and all(axis in axes or getattr(coord, axis) == 0 for axis in AXES):
                 total += square
     return math.sqrt(total)
 
