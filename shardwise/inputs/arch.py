@@ -155,6 +155,15 @@ def _from_llama_keys(name: str, config: Mapping[str, object]) -> Arch:
 # rows are 16-byte aligned in bf16, which tensor cores need; seven unused classes cost under 3 % of the head.
 BYTE_VOCABULARY = 264
 
+
+def _llama_3(name: str, layers: int, hidden: int, ffn: int, heads: int, length: int) -> Arch:
+    """Source: The Llama 3 Herd of Models, arXiv 2407.21783, table 3; the vocabulary with its 256 special tokens."""
+    return Arch(
+        name=name, vocab_size=128256, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=8,
+        head_dim=128, ffn_size=ffn, max_sequence_length=length, rope_theta=500000.0,
+    )  # fmt: skip
+
+
 PRESETS: Mapping[str, Arch] = {
     "decoder-2m": Arch(
         name="decoder-2m",
@@ -178,6 +187,9 @@ PRESETS: Mapping[str, Arch] = {
         ffn_size=1024,
         max_sequence_length=1024,
     ),
+    "llama-3-8b": _llama_3("llama-3-8b", 32, 4096, 14336, 32, 8192),
+    "llama-3-70b": _llama_3("llama-3-70b", 80, 8192, 28672, 64, 8192),
+    "llama-3-405b": _llama_3("llama-3-405b", 126, 16384, 53248, 128, 131072),
 }
 
 

@@ -122,3 +122,9 @@ def test_the_device_chooses_between_two_presets() -> None:
 def test_a_model_that_would_have_to_be_downloaded_is_refused() -> None:
     with pytest.raises(RecipeError, match="is not a folder"):
         arch_of(ModelSpec(hf="Qwen/Qwen3-0.6B"), "gpu")
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-3-8b", 8.03), ("llama-3-70b", 70.55), ("llama-3-405b", 405.85)])
+def test_a_published_shape_has_its_published_number_of_parameters(name: str, billions: float) -> None:
+    """Source: the models' own cards (8.03, 70.6 and 406 billion)."""
+    assert round(preset(name).parameters() / 1e9, 2) == billions
