@@ -87,7 +87,7 @@ def of(module: nn.Module, blocks: Sequence[nn.Module], given: Mapping[str, str] 
             regions.append(region)
     embedding, head, reason = _ends(module, blocks, named, paths)
     why += [reason] if reason else []
-    sequence, reason = _position_wise(regions, embedding, head, paths)
+    sequence, reason = _position_wise(module, regions, embedding, head, paths)
     why += [reason] if reason else []
     return Roles(
         tuple(regions), embedding, head, sequence, tuple(dict.fromkeys(why)), tuple(paths[block] for block in blocks)
@@ -323,7 +323,7 @@ def _tied_to_another(ends: Iterable[nn.Module], paths: Mapping[nn.Module, str]) 
 
 
 def _position_wise(
-    regions: Sequence[Region], embedding: str, head: str, paths: Mapping[nn.Module, str]
+    module: nn.Module, regions: Sequence[Region], embedding: str, head: str, paths: Mapping[nn.Module, str]
 ) -> tuple[bool, str]:
     """Whether everything with weights or tables outside the regions is a norm, an embedding or a head.
 
@@ -335,6 +335,10 @@ def _position_wise(
     nested = next((one for one in roots for other in roots if one != other and inside(one, other)), None)
     if nested is not None:
         return False, f"no sequence parallel: {nested} is split inside a split module"
+    for region in regions:
+        layers = [module.get_submodule(path) for path in (*region.columns, region.row)]
+        if region.head_dim == 1 and (why := _feed_forward(module.get_submodule(region.path), region.path, layers)):
+            return False, f"no sequence parallel: {why.replace('stays whole', 'does more than its split layers')}"
     for inner, path in paths.items():
         if any(inside(path, root) for root in roots) or path in (embedding, head) or is_norm(inner):
             continue
