@@ -136,8 +136,9 @@ def _verdict(folder: Path, cases: tuple[Case, ...], said: str, seconds: float) -
     judged: list[Judged] = []
     zeros: tuple[str, ...] = ()
     for case in cases:
-        compared = compare(folder, case, about)
-        zeros = zeros or compared.zero_gradients
+        # What is zero in truth fp64 tells; in fp32 it is noise.
+        zeros = zeros if judged else _zero_gradients(folder, case)
+        compared = compare(folder, case, about, zeros)
         judged.append(judge(compared))
     judged.append(judge_resume(_resumed(folder, cases[0], world)))
     masks = [report.masks for report in _reports(folder, "logic", world)]
@@ -176,7 +177,14 @@ def _arrays(path: Path) -> Arrays:
         return dict(saved)
 
 
-def compare(folder: Path, case: Case, about: About) -> Comparison:
+def _zero_gradients(folder: Path, case: Case) -> tuple[str, ...]:
+    """Parameters on which the loss does not depend."""
+    arrays = _arrays(folder / f"{case.name}.one.npz")
+    sizes = {k.partition("/")[2]: float(np.linalg.norm(v)) for k, v in arrays.items() if k.startswith("gradient/")}
+    return tuple(name for name, size in sizes.items() if size <= ZERO_GRADIENT * max(sizes.values()))
+
+
+def compare(folder: Path, case: Case, about: About, zeros: tuple[str, ...]) -> Comparison:
     """One training's files as a Comparison."""
     mesh = case.plan.decision.mesh
     one = msgspec.json.decode((folder / f"{case.name}.one.json").read_bytes(), type=Report)
@@ -196,12 +204,8 @@ def compare(folder: Path, case: Case, about: About) -> Comparison:
         wanted = expected.get(key, expected.get(f"{kind}/{other.get(name, name)}"))
         tensors.append(
             _tensor(kind, name, wanted, [arrays.get(key) for arrays in found], split.get(name, ()), twins,
-                    elementwise and kind == "parameter", largest if kind == "gradient" else 0.0)
+                    elementwise and kind == "parameter", largest if kind == "gradient" and name in zeros else 0.0)
         )  # fmt: skip
-    zeros = tuple(
-        n.partition("/")[2] for n, v in expected.items()
-        if n.startswith("gradient/") and float(np.linalg.norm(v)) <= ZERO_GRADIENT * largest
-    )  # fmt: skip
     how = "each element of the parameters" if elementwise else "parameters, in norm,"
     return Comparison(
         case.name, mesh, case.plan.decision.accumulation, _bounds(case), one.told, tuple(r.told for r in reports),
@@ -211,7 +215,7 @@ def compare(folder: Path, case: Case, about: About) -> Comparison:
 
 def _tensor(
     kind: str, name: str, wanted: np.ndarray[Any, Any] | None, held: list[np.ndarray[Any, Any] | None],
-    split: tuple[str, ...], twins: dict[str, str], elementwise: bool, largest: float,
+    split: tuple[str, ...], twins: dict[str, str], elementwise: bool, instead: float,
 ) -> Tensor:  # fmt: skip
     ranks = [rank for rank, value in enumerate(held) if value is not None]
     values = [value for value in held if value is not None]
@@ -221,7 +225,7 @@ def _tensor(
         return Tensor(name, _kind(kind), tuple(ranks), (float("inf"),) * len(ranks), copies, split)
     if not ranks:
         return Tensor(name, _kind(kind), (0,), (float("inf"),), (0,), split)
-    differences = tuple(_difference(value, wanted, elementwise, largest) for value in values)
+    differences = tuple(_difference(value, wanted, elementwise, instead) for value in values)
     worst = values[int(np.argmax(differences))].astype(np.float64)
     exact = wanted.astype(np.float64)
     size = float((exact * exact).sum())
@@ -237,10 +241,10 @@ def _kind(kind: str) -> Kind:
     return found
 
 
-def _difference(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], elementwise: bool, largest: float) -> float:
+def _difference(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], elementwise: bool, instead: float) -> float:
     """Relative to the tensor's size: the largest element's distance, or the distance in norm.
 
-    A gradient that is zero in truth is noise, and measured against the largest one.
+    instead: the size to measure against where the tensor's own is noise: a gradient that is zero in truth.
     """
     if found.shape != wanted.shape:
         return float("inf")
@@ -248,7 +252,7 @@ def _difference(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], eleme
     if elementwise:
         return float(np.abs(gap).max()) / max(float(np.abs(wanted).max()), 1e-300)
     size = float(np.linalg.norm(wanted))
-    return float(np.linalg.norm(gap)) / max(largest if size <= ZERO_GRADIENT * largest else size, 1e-300)
+    return float(np.linalg.norm(gap)) / max(size, instead, 1e-300)
 
 
 def _digest(value: np.ndarray[Any, Any]) -> str:
