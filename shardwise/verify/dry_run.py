@@ -60,6 +60,11 @@ class Subject:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     inputs: Inputs | str = "auto"
 
+    @property
+    def splits_vocabulary(self) -> bool:
+        """Whether its loss takes logits split over the vocabulary; the Trainer asks the same."""
+        return bool(getattr(self.loss, "takes_vocabulary_shards", False))
+
 
 def dry_run(plan: Plan, subject: Subject | None = None) -> DryRun:
     """Run each distinct rank of `plan`; what would end the run is in its violations and mismatches.
@@ -150,10 +155,17 @@ def run_rank(
     """One rank through the engine; `shapes` of hidden tensors are kept from stage to stage. Raises: what it raises."""
     started = time.perf_counter()
     mesh = plan.decision.mesh
+    plan = msgspec.structs.replace(plan)  # each rank's own: one pipeline a plan is what the engine allows a process
     with world(kind.rank, mesh.world) as fake:
         with torch.device("meta"):
             module = subject.build()
-        module = parallelize(module, plan, blocks=plan.recipe.model.blocks, initialize=fake.begin)
+        module = parallelize(
+            module,
+            plan,
+            blocks=plan.recipe.model.blocks,
+            initialize=fake.begin,
+            vocabulary_loss=subject.splits_vocabulary,
+        )
         parallel = parallel_of(module)
         parallel.layouts[loss_key(subject.loss, training=True)] = names
         if parallel.pipeline is not None:

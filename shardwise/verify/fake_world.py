@@ -4,8 +4,8 @@ What a program learns from other ranks or from a tensor's value has to be made u
 
 - every rank says what this one says (`ranks.gather_json`): names and layouts, which a right program gives alike on
   every rank; that their collectives match is checked afterwards, sequence against sequence;
-- a number read from a tensor is one (true): counts are then above zero and losses finite, the path of a sound step.
-
+- a number read from a tensor is one (true), and two tensors that are compared are equal: counts are then above zero and
+  losses finite, the path of a sound step;
 - a hidden tensor that comes from another stage has the shape that the rank which sends it gave it in its own dry run,
   or (in an interleaved schedule, where that rank comes later) that of this rank's own; sizes are compared afterwards.
 

@@ -121,6 +121,8 @@ class Watch(OperatorMode):
             return NotImplemented  # it takes itself apart, and its local operators come here
         if self.number_for is not None and operator is READS_A_NUMBER:
             return self.number_for(args[0])
+        if self.number_for is not None and operator is torch.ops.aten.equal.default:
+            return True
         result = operator(*args, **(kwargs or {}))
         crossing = self.traffic.note(operator, args, result)
         # In a backward pass autograd records only where a forward is run again.

@@ -1,5 +1,6 @@
 """The dry run says what a run does: byte for byte, collective for collective, against real ranks and by hand."""
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -15,9 +16,11 @@ from shardwise.models.decoder import Decoder, initialize_decoder
 from shardwise.parallel.parallelize import parallelize
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Plan
+from shardwise.train.loss import Loss
+from shardwise.train.setup import next_token_loss
 from shardwise.verify import agreement
 from shardwise.verify.distinct import chunk, distinct_ranks, micro_batch_sizes, split_lengths
-from shardwise.verify.dry_run import decoder_subject, dry_run, fits, loss_layout, run_rank, train
+from shardwise.verify.dry_run import Subject, decoder_subject, dry_run, fits, loss_layout, run_rank, train
 from shardwise.verify.fake_world import FakeWorld, one
 from shardwise.verify.live_bytes import Watch
 from shardwise.verify.values import CATEGORIES, PHASES, DryRun, LiveBytes
@@ -37,11 +40,21 @@ def made(mesh: dict[str, int], zero: int, shape: dict[str, Any] | None = None, *
     return msgspec.structs.replace(plan, recipe=recipe, arch=work.arch(**(shape or {})))
 
 
-def measured(plan: str) -> dict[str, Any]:
+def whole_logits(outputs: torch.Tensor, batch: Any) -> Loss:
+    """A user's loss, which knows nothing of a split vocabulary."""
+    return next_token_loss(outputs, batch)
+
+
+def subject_of(plan: Plan, name: str) -> Subject:
+    subject = decoder_subject(plan)
+    return dataclasses.replace(subject, loss=whole_logits) if "whole logits" in name else subject
+
+
+def measured(plan: str, name: str) -> dict[str, Any]:
     """A real rank with the same counter: bytes by phase, and calls, of its second step."""
     wanted = Plan.from_json(plan.encode())
     ranks.start()
-    subject, watch = decoder_subject(wanted), Watch()
+    subject, watch = subject_of(wanted, name), Watch()
 
     def initialize(module: nn.Module) -> None:
         initialize_decoder(module, 0)
@@ -49,7 +62,7 @@ def measured(plan: str) -> dict[str, Any]:
 
     with torch.device("meta"):
         module = subject.build()
-    module = parallelize(module, wanted, initialize=initialize)
+    module = parallelize(module, wanted, initialize=initialize, vocabulary_loss=subject.splits_vocabulary)
     sizes = micro_batch_sizes(wanted, wanted.decision.mesh.data_coord(ranks.rank()))
     batches = [lambda n=size: subject.batch(n) for size in sizes]
     optimizer = subject.optimizer(module)
@@ -59,6 +72,7 @@ def measured(plan: str) -> dict[str, Any]:
     return {"phases": msgspec.to_builtins(watch.ledger.phases()), "calls": msgspec.to_builtins(rows)}
 
 
+WHOLE: dict[str, Any] = {"model": {"sequence_parallel": False}}
 CASES = {
     "replicated": made({"dp_replicate": 2}, 0),
     "replicated, mixed, accumulated": made({"dp_replicate": 3}, 0, precision="bf16", accumulation=2),
@@ -77,7 +91,30 @@ CASES = {
     ),
     "full recompute": made({"dp_replicate": 2}, 0, recompute="full"),
     "selective recompute": made({"dp_shard": 2}, 3, recompute="selective"),
+    "tensor": made({"tp": 2}, 0, accumulation=2),
+    "tensor, tied, whole logits": made({"tp": 2}, 0, {"tied_embeddings": True}),
+    "tensor, whole sequence, dropout": made({"tp": 2}, 0, {"dropout": 0.1}, **WHOLE),
+    "tensor, whole sequence, whole logits, full recompute": made({"tp": 2}, 0, recompute="full", **WHOLE),
+    "tensor, replicated": made({"dp_replicate": 2, "tp": 2}, 0, precision="bf16"),
+    "tensor, zero 1": made({"dp_shard": 2, "tp": 2}, 1, accumulation=2),
+    "tensor, zero 3, mixed": made({"dp_shard": 2, "tp": 2}, 3, {"tied_embeddings": True}, precision="bf16"),
+    "tensor, zero 3, whole sequence, whole logits": made({"dp_shard": 2, "tp": 2}, 3, **WHOLE),
+    "pipeline, tensor": made({"pp": 2, "tp": 2}, 0, schedule="1f1b", accumulation=4),
+    "pipeline, tensor, whole sequence, dropout, whole logits": made(
+        {"pp": 2, "tp": 2}, 0, {"tied_embeddings": True, "dropout": 0.1}, schedule="1f1b", accumulation=2, **WHOLE
+    ),
 }  # fmt: skip
+
+
+class Heard(Watch):
+    """Where a step's sums cross, what others add is one, as in a dry run: a rank that does not speak hears a count."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(operator, types, args, kwargs)
+        if operator is torch.ops.c10d.allreduce_.default and self.ledger.phase == "optimizer":
+            for tensor in args[0]:
+                tensor.fill_(1.0)
+        return result
 
 
 class RealTensors(FakeWorld):
@@ -85,7 +122,7 @@ class RealTensors(FakeWorld):
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world)
-        self.watch = Watch(number_for=one)
+        self.watch = Heard(number_for=one)
 
     def __enter__(self) -> "RealTensors":
         super().__enter__()
@@ -101,9 +138,9 @@ class RealTensors(FakeWorld):
 @pytest.mark.parametrize("name", [name for name, plan in CASES.items() if plan.decision.mesh.pp == 1])
 def test_bytes_are_exactly_those_of_tensors_that_hold_data(name: str) -> None:
     plan = CASES[name]
-    found = dry_run(plan)
+    found = dry_run(plan, subject_of(plan, name))
     assert found.passed, (found.violations, found.mismatches)
-    subject, shapes = decoder_subject(plan), dict[int, list[Any]]()
+    subject, shapes = subject_of(plan, name), dict[int, list[Any]]()
     names, kinds = loss_layout(plan, subject), distinct_ranks(plan, split_lengths(work.arch()))
     for run, kind in zip(found.ranks, kinds, strict=True):
         real, _ = run_rank(plan, subject, kind, names, shapes, RealTensors)
@@ -114,8 +151,8 @@ def test_bytes_are_exactly_those_of_tensors_that_hold_data(name: str) -> None:
 def test_collectives_and_what_stays_are_exactly_those_of_real_ranks(pool: Pool, name: str) -> None:
     """What a phase's peak holds is compared above: gloo's threads let go of buffers when they come to it."""
     plan = CASES[name]
-    found = dry_run(plan)
-    real = pool.run(found.world, "tests.unit.test_dry_run:measured", plan=plan.to_json().decode())
+    found = dry_run(plan, subject_of(plan, name))
+    real = pool.run(found.world, "tests.unit.test_dry_run:measured", plan=plan.to_json().decode(), name=name)
     for run in found.ranks:
         assert list(msgspec.to_builtins(run.collectives)) == real[run.rank]["calls"], f"rank {run.rank}"
         for mine, there in zip(run.phases, real[run.rank]["phases"], strict=True):
