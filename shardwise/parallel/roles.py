@@ -13,8 +13,10 @@ from typing import NamedTuple
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.models.decoder import Attention, Decoder, FeedForward
 from shardwise.models.linear import Linear
 from shardwise.names import canonical
+from shardwise.parallel.trial import Region, splits
 from shardwise.torch_private import Dropout, buffer_slots, parameter_slots
 
 ROLES = ("column", "row", "embedding", "head", "replicated")
@@ -44,27 +46,17 @@ COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "hea
 ELEMENTWISE = ("act", "elu", "silu", "swish", "sigmoid", "tanh", "mish", "identity", "dropout")
 
 
-class Region(NamedTuple):
-    """A module between whose column layers and row layer the work is split; paths are canonical.
-
-    `parts`: of a fused column layer, the sizes of the pieces (q, k, v) along its outputs, each split by itself.
-    `head_dim`: in an attention, what a split may not cut.
-    """
-
-    path: str
-    columns: tuple[str, ...]
-    row: str
-    head_dim: int = 1
-    parts: tuple[int, ...] = ()
-
-
 class Roles(NamedTuple):
-    """What is split. `sequence`: whether all else works position by position, so that it may be split by position."""
+    """What is split. `sequence`: whether all with weights or tables outside the regions works position by position.
+
+    `known`: whether what has none does so too; that is known of our decoder alone, and else the user's word.
+    """
 
     regions: tuple[Region, ...]
     embedding: str
     head: str
     sequence: bool
+    known: bool
     why: tuple[str, ...]
     blocks: tuple[str, ...] = ()
 
@@ -81,17 +73,33 @@ def of(module: nn.Module, blocks: Sequence[nn.Module], given: Mapping[str, str] 
     paths = {inner: canonical(name) for name, inner in module.named_modules()}
     for inner in dict.fromkeys(inner for block in blocks for inner in block.modules()):
         region, reason = _guess(inner, paths[inner])
-        if region is None:
-            why += [reason] if reason else []
-        elif not taken & {region.path, *region.columns, region.row}:
+        if region is not None and taken & {region.path, *region.columns, region.row}:
+            continue
+        if region is not None and not isinstance(inner, Attention | FeedForward):
+            reason = _doubt(module, region)
+        if region is not None and not reason:
             regions.append(region)
+        why += [reason] if reason else []
     embedding, head, reason = _ends(module, blocks, named, paths)
     why += [reason] if reason else []
     sequence, reason = _position_wise(module, regions, embedding, head, paths)
     why += [reason] if reason else []
-    return Roles(
-        tuple(regions), embedding, head, sequence, tuple(dict.fromkeys(why)), tuple(paths[block] for block in blocks)
-    )
+    known = any(isinstance(inner, Decoder) for inner in module.modules())
+    if sequence and not known:
+        why.append("no sequence parallel unless asked for: what has no weights may look at several positions")
+    at = tuple(paths[block] for block in blocks)
+    return Roles(tuple(regions), embedding, head, sequence, known, tuple(dict.fromkeys(why)), at)
+
+
+def _doubt(module: nn.Module, region: Region) -> str:
+    """Why a guess is not taken; empty where it was tried and holds."""
+    holds = splits(module, region)
+    if holds is None:
+        return (
+            f"{region.path} stays whole: it could not be tried by itself, on a hidden tensor alone; "
+            "model.roles says what is known of it"
+        )
+    return "" if holds else f"{region.path} stays whole: split in two it computes something else"
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -161,27 +169,62 @@ def _given_regions(module: nn.Module, named: Mapping[str, str]) -> list[Region]:
 
 
 def _given_region(module: nn.Module, path: str, columns: tuple[str, ...], row: str) -> Region:
-    """Raises: ModelError where a cut of the outputs would not be a cut of what they mean."""
-    owner, last = module.get_submodule(path), [column.rpartition(".")[2] for column in columns]
-    widths, inner = [module.get_submodule(column).out_features for column in columns], module.get_submodule(row)
-    reason, head_dim, parts = "", 1, ()
-    if len(columns) > 2 or last[0] in FUSED or hasattr(owner, "head_dim"):
-        head_dim, reason = _attention(owner, path, [module.get_submodule(one) for one in (*columns, row)])
-        if not reason and len(columns) == 1:
-            parts = _fused(widths[0], inner.in_features, head_dim)
-            reason = "" if parts else f"{last[0]} is not q, k and v one after another"
-    elif any(width != inner.in_features for width in widths):
-        reason = (
-            f"{', '.join(last)} give {widths}, and the row layer takes {inner.in_features}: how parts lie is unknown"
-        )
-    if reason:
-        raise ModelError(
-            f"model.roles: {path or 'the model'} cannot be split.",
-            why=reason,
-            fix=f"model.roles = {{ {columns[0]!r} = 'replicated' }}, and so for the layers beside it"
-            + ("; or count heads from the width: .unflatten(-1, (-1, self.head_dim))" if "heads" in reason else ""),
-        )
-    return Region(path, columns, row, head_dim, parts)
+    """The way of cutting its column layers that was tried and holds; where none can be tried, the known one.
+
+    Raises: ModelError where a cut of the outputs is not, or may not be, a cut of what they mean.
+    """
+    ways = _ways(module, path, columns, row)
+    tried = [splits(module, way) for way in ways]
+    if True in tried:
+        return ways[tried.index(True)]
+    untried = [way for way, holds in zip(ways, tried, strict=True) if holds is None]
+    reason = _untried(module, untried[0]) if untried else ""
+    if untried and not reason:
+        return untried[0]
+    raise ModelError(
+        f"model.roles: {path or 'the model'} computes something else when it is split as given."
+        if not untried
+        else f"model.roles: {path or 'the model'} could not be tried when split.",
+        why=reason
+        or "tried in parts on a random hidden tensor; it may count its heads by itself, cut its width into pieces, or "
+        "mix what lies between its layers",
+        fix=f"model.roles = {{ {columns[0]!r} = 'replicated' }}, and so for the layers beside it; or a forward that "
+        "takes its sizes from what it is given",
+    )
+
+
+def _ways(module: nn.Module, path: str, columns: tuple[str, ...], row: str) -> list[Region]:
+    """How column layers may be cut: a single one whose width is not the row layer's holds several things in one.
+
+    These lie one after another (`parts`), or head by head: then what may not be cut is a head of each of them.
+    """
+    head_dim = getattr(module.get_submodule(path), "head_dim", 1)
+    head_dim = head_dim if isinstance(head_dim, int) else 1
+    plain = Region(path, columns, row, head_dim)
+    width, taken = module.get_submodule(columns[0]).out_features, module.get_submodule(row).in_features
+    if len(columns) > 1 or width == taken:
+        return [plain]
+    found = [plain._replace(parts=(taken, taken))] if width == 2 * taken and head_dim == 1 else []
+    if parts := _fused(width, taken, head_dim) if head_dim > 1 else ():
+        found.append(plain._replace(parts=parts))
+    heads = taken // head_dim
+    if head_dim > 1 and width % heads == 0:
+        found.append(plain._replace(head_dim=width // heads))
+    return found or [plain]
+
+
+def _untried(module: nn.Module, region: Region) -> str:
+    """Why a region that cannot be tried is not known to be split rightly; empty where it is."""
+    owner = module.get_submodule(region.path)
+    layers = [module.get_submodule(path) for path in (*region.columns, region.row)]
+    last = region.columns[0].rpartition(".")[2]
+    if len(layers) > 3 or last in FUSED or region.head_dim > 1:
+        found, reason = _attention(owner, region.path, layers)
+        of_one = len(layers) > 2 or region.parts
+        return reason if not found or of_one else f"{last} is not q, k and v one after another"
+    if any(layer.out_features != layers[-1].in_features for layer in layers[:-1]):
+        return "its first layers' outputs are not its last one's inputs: how parts lie is unknown"
+    return ""
 
 
 def _guess(module: nn.Module, path: str) -> tuple[Region | None, str]:

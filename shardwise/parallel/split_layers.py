@@ -36,6 +36,13 @@ class InRegion(Around):
         course.crossings.append(crossing)
         try:
             outputs = super().__call__(*args, **kwargs)
+        except RuntimeError as error:
+            if course.sequence and "size" in str(error):
+                error.add_note(
+                    f"Under sequence parallel {self.path or 'the model'} is given all positions and gives this rank's: "
+                    "the two cannot be added. model.sequence_parallel = false splits its weights alone."
+                )
+            raise
         finally:
             crossing.draw_alike()
             course.crossings.pop()
@@ -54,11 +61,21 @@ class InRegion(Around):
         course = self.course
         if not course.sequence:
             return args, kwargs
-        x, replaced = self.first_tensor(args, kwargs)
+        x, _ = self.first_tensor(args, kwargs)
         crossing = course.crossings[-1]
         crossing.length = course.whole_length(x.shape[1])
         crossing.at_entry = random_states(x.device) if self.owners[0].training else []
-        return replaced(Gathered.apply(x, course.group, crossing.length))
+        gathered: dict[int, torch.Tensor] = {}
+
+        def whole(value: Any) -> Any:
+            # A query, a key and a value: every tensor like the first; what comes twice crosses once.
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.shape != x.shape:
+                return value
+            if id(value) not in gathered:
+                gathered[id(value)] = Gathered.apply(value, course.group, crossing.length)
+            return gathered[id(value)]
+
+        return tuple(whole(value) for value in args), {key: whole(value) for key, value in kwargs.items()}
 
     def after(self, outputs: Any) -> Any:
         course = self.course
@@ -115,11 +132,10 @@ class Column(Around):
         whole = super().local(name, master)
         if not self.parts or whole is None:
             return whole
-        here, ranks = self.course.here, self.course.ranks
-        pieces = [
-            part.narrow(0, here * (size // ranks), size // ranks)
-            for part, size in zip(whole.split(self.parts), self.parts, strict=True)
-        ]
+        here, pieces = self.course.here, []
+        for part, size in zip(whole.split(self.parts), self.parts, strict=True):
+            sizes = shares(size, self.course.ranks)
+            pieces.append(part.narrow(0, sum(sizes[:here]), sizes[here]))
         return torch.cat(pieces)
 
     def after(self, outputs: Any) -> Any:

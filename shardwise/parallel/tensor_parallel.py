@@ -6,7 +6,7 @@ region's column layers is copied, or gathered under sequence parallel; what leav
 scattered. So what a region does before its column layers and after its row layer (a norm, a residual, dropout) is as
 outside.
 
-In bf16 a row layer's parts are rounded and summed in bf16: see docs/decisions/006-row-sums-in-bf16.md.
+In bf16 a row layer's parts are rounded and summed in bf16: see docs/decisions/007-row-sums-in-bf16.md.
 Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
 """
 
@@ -33,10 +33,13 @@ READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transformer
 
 
 class TensorParallel:
-    """A module's tensor-parallel part. `sequence`: whether activations between the regions are split by position."""
+    """A module's tensor-parallel part.
 
-    def __init__(self, module: nn.Module, course: Course) -> None:
-        self.module, self.course, self.sequence = module, course, course.sequence
+    sequence: whether activations between the regions are split by position. why: what stays whole, and the reasons.
+    """
+
+    def __init__(self, module: nn.Module, course: Course, why: tuple[str, ...] = ()) -> None:
+        self.module, self.course, self.sequence, self.why = module, course, course.sequence, why
 
     def finish(self) -> None:
         """Gradients of weights that every rank holds whole, and of which each saw a part, are summed: one all-reduce.
@@ -77,20 +80,26 @@ def apply(
         )
     modules = {canonical(name): inner for name, inner in module.named_modules()}
     regions = [region for region in roles.regions if region.row in modules]
-    for region in regions:
-        _require_whole_heads(region, modules, tp.size())
-    _require_rows(roles.embedding, modules, tp.size())
+    require_divisible(roles, modules, tp.size())
     split = _placements(regions, roles, modules)
     course = Course(
         tp,
-        sequence=roles.sequence if sequence == "auto" else bool(sequence),
+        sequence=roles.sequence and roles.known if sequence == "auto" else bool(sequence),
         split=frozenset(split),
         outer={name for name, _ in _named(module) if not any(inside(name, block) for block in roles.blocks)},
         first_names=_first_names(module),
     )
     _distribute(module, split, tp)
     _surround(modules, regions, roles, course, staged=mesh.degree("pp") > 1, vocabulary_loss=vocabulary_loss)
-    return TensorParallel(module, course)
+    return TensorParallel(module, course, roles.why)
+
+
+def require_divisible(roles: Roles, modules: Mapping[str, nn.Module], tp: int) -> None:
+    """Raises: ModelError for heads, or an embedding's rows, that do not give every rank of tp something whole."""
+    for region in roles.regions:
+        if region.row in modules:
+            _require_whole_heads(region, modules, tp)
+    _require_rows(roles.embedding, modules, tp)
 
 
 def _require_whole_heads(region: Region, modules: Mapping[str, nn.Module], tp: int) -> None:

@@ -8,13 +8,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise import ranks
 from shardwise.data.batches import Batches
 from shardwise.models.decoder import RMSNorm, next_token_sums
+from shardwise.models.sharded_loss import sharded_cross_entropy
 from shardwise.parallel import collectives, split_layers
 from shardwise.parallel.parallelize import parallel_of
 from shardwise.train.own_loop import batches
@@ -308,3 +310,131 @@ def copied(*, world: int) -> bool:
         for parameter in module.parameters():
             parameter.to_local().zero_()
         return torch.equal(average(rows), before) and not module(rows).any()
+
+
+def logits_and_labels(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some labels are ignored, one row whole; some logits would overflow an exponential that is not shifted."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, 4, vocabulary, generator=generator, dtype=torch.float64) * 3
+    logits[1] += 800.0
+    logits[2, 0] -= 800.0
+    labels = torch.randint(0, vocabulary, (3, 4), generator=generator)
+    labels[0, 1:3], labels[2] = -100, -100
+    labels[2, 0] = vocabulary - 1
+    return logits, labels
+
+
+def whole_loss(vocabulary: int) -> dict[str, Any]:
+    logits, labels = logits_and_labels(vocabulary)
+    logits.requires_grad_(True)
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    (total * 1.7).backward()
+    return {"loss": total.item(), "gradient": work.whole(logits.grad).tolist()}
+
+
+def split_loss(*, ranks: int, vocabulary: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("rest", "tp"))["tp"]
+    logits, labels = logits_and_labels(vocabulary)
+    shards = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_(True)
+    total = sharded_cross_entropy(shards, labels, -100)
+    (total * 1.7).backward()
+    return {"loss": total.item(), "gradient": work.whole(shards.grad).tolist()}
+
+
+class Shared(nn.Module):
+    """One norm by head that also norms outside the attention: whole there, in part here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention("normed")
+        self.norm = self.attention.q_norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        return self.norm(x.unflatten(-1, (-1, HEAD_DIM))).flatten(-2)
+
+
+class Leaking(nn.Module):
+    """Its feed-forward part multiplies by what did not pass a column layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.gelu(self.fc1(x)) * x.mean(-1, keepdim=True))
+
+
+class Open(Leaking):
+    """It ends between its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc1(x).mean(-1, keepdim=True)
+
+
+class Adding(Leaking):
+    """It adds its own input, with no weight that would show it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(F.gelu(self.fc1(x)))
+
+
+class Bypassed(nn.Module):
+    """It calls the layers of a module in it, and not the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = FeedForward("plain", 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.ffn.fc2(F.relu(self.ffn.fc1(x)))
+
+
+STRANGE: dict[str, Callable[[], nn.Module]] = {
+    "shared": Shared, "leaking": Leaking, "open": Open, "bypassed": Bypassed, "adding": Adding,
+    "residual": lambda: FeedForward("residual", 24),
+}  # fmt: skip
+
+
+def strange(*, kind: str, given: dict[str, str] | None = None, sequence: Any = False, tokens: int = 12) -> float:
+    """The worst relative difference of a gradient from one process, for a model that is not as others are."""
+    ranks.start()
+
+    def made() -> nn.Module:
+        torch.manual_seed(4)
+        blocks: list[nn.Module] = [STRANGE[kind](), STRANGE[kind]()]
+        return Model(blocks, norm=lambda: nn.LayerNorm(HIDDEN)).to(torch.float64)
+
+    batch = {key: torch.stack([work.UnevenTokens(4, tokens)[i][key] for i in range(4)]) for key in ("tokens", "labels")}
+    one = made()
+    loss = shard_loss(one(batch["tokens"]), batch)
+    (loss.total / loss.count).backward()
+    plan = work.plan(
+        2, zero=0, global_batch=4, mesh={"tp": 2}, model={"roles": given or {}, "sequence_parallel": sequence}
+    )
+    module = sw.parallelize(made(), plan, vocabulary_loss=True)
+    sw.forward_backward(module, batch, shard_loss)
+    alone = dict(one.named_parameters())
+    pairs = [(torch.as_tensor(work.whole(p.grad)), alone[name].grad) for name, p in module.named_parameters()]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs if float(b.norm()) > 1e-12)
+
+
+def bf16() -> dict[str, list[float]]:
+    """Losses and gradients' relative differences in bf16: tensor parallel against the same in one process's fp64."""
+    ranks.start()
+    found: dict[str, list[float]] = {}
+    batch = {key: torch.stack([work.UnevenTokens(4)[i][key] for i in range(4)]) for key in ("tokens", "labels")}
+    exact = build("llama")
+    loss = shard_loss(exact(batch["tokens"]), batch)
+    (loss.total / loss.count).backward()
+    true = {name: p.grad for name, p in exact.named_parameters()}
+    for name, mesh in (("split", {"tp": 2}), ("whole", {"dp_replicate": 2})):
+        plan = work.plan(2, zero=0, global_batch=8 if name == "whole" else 4, mesh=mesh, precision="bf16")
+        module = sw.parallelize(build("llama").float(), plan, vocabulary_loss=name == "split")
+        outcome = sw.forward_backward(module, batch, shard_loss)
+        differences = [abs(outcome.loss / float(loss.total / loss.count) - 1)]
+        for key, p in module.named_parameters():
+            if not key.endswith("k_proj.bias"):
+                differences.append(float((torch.as_tensor(work.whole(p.grad)) - true[key]).norm() / true[key].norm()))
+        found[name] = differences
+    return found

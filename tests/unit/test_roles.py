@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.models.decoder import Decoder
+from shardwise.models.decoder import Decoder, attend
 from shardwise.parallel import roles
 from tests.distributed import work
 
@@ -17,6 +17,9 @@ class FeedForward(nn.Module):
         super().__init__()
         self.fc1, self.fc2 = linear(4, wide), linear(8, 4)
         self.between = between or nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.between(self.fc1(x)))
 
 
 class Attention(nn.Module):
@@ -29,12 +32,75 @@ class Attention(nn.Module):
         for name, value in more.items():
             setattr(self, name, value)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 2)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
+
 
 class Fused(nn.Module):
     def __init__(self, keys: int = 4, *, wide: int | None = None) -> None:
         super().__init__()
         self.head_dim = 2
         self.qkv, self.proj = nn.Linear(4, wide or 8 + 2 * keys), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.qkv(x)
+        q, k, v = both.split((both.shape[-1] // 2, both.shape[-1] // 4, both.shape[-1] // 4), dim=-1)
+        q, k, v = (one.unflatten(-1, (-1, 2)).transpose(1, 2) for one in (q, k, v))
+        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class ByHead(nn.Module):
+    """GPT-NeoX's: each head's q, k and v together."""
+
+    def __init__(self, name: str = "qkv") -> None:
+        super().__init__()
+        self.head_dim = 2
+        self.add_module(name, nn.Linear(4, 24))
+        self.dense, self.fused = nn.Linear(8, 4), name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = getattr(self, self.fused)(x).unflatten(-1, (-1, 6)).transpose(1, 2)
+        return self.dense(attend(*both.chunk(3, dim=-1)).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """Gate and up in one layer, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(4, 14), nn.Linear(7, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(torch.sigmoid(gate) * up)
+
+
+class Residual(FeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+class Normed(FeedForward):
+    """No module shows that it norms between its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.nn.functional.normalize(self.fc1(x), dim=-1))
+
+
+class Masked(FeedForward):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * mask
+
+
+class CountsItself(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (2, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(q, k, k + v).transpose(1, 2).flatten(2))
+
+
+def OnMeta(module: nn.Module) -> nn.Module:
+    return module.to("meta")
 
 
 class Scaled(nn.Linear):
@@ -63,14 +129,18 @@ def test_our_decoder_is_split_whole_and_by_position() -> None:
     assert [region.path for region in got.regions] == [
         f"blocks.{index}.{name}" for index in range(3) for name in ("attention", "ffn")
     ]
-    assert (got.embedding, got.head, got.sequence, got.why) == ("embed_tokens", "lm_head", True, ())
+    assert (got.embedding, got.head, got.sequence, got.known, got.why) == ("embed_tokens", "lm_head", True, True, ())
 
 
-@pytest.mark.parametrize("inner", [FeedForward(), Attention(), Fused()], ids=["plain", "attention", "fused"])
+@pytest.mark.parametrize(
+    "inner", [FeedForward(), Attention(), Fused(), Residual()], ids=["plain", "attention", "fused", "residual"]
+)
 def test_known_names_make_a_region(inner: nn.Module) -> None:
     got = found(Model(inner, inner))
     assert [region.path for region in got.regions] == ["blocks.0.inner"], "one module used twice is one region"
     assert got.sequence
+    assert not got.known, "what has no weights may look at several positions: the user's word"
+    assert "unless asked for" in got.why[-1]
 
 
 def test_a_fused_layer_is_cut_into_queries_keys_and_values() -> None:
@@ -90,6 +160,9 @@ WHOLE = [
     (Attention(scale=nn.Parameter(torch.ones(2, 1, 1))), "weights across heads"),
     (Attention(gate=nn.Linear(4, 8)), "weights across heads"),
     (Fused(wide=17), "not q, k and v one after another"),
+    (Normed(), "split in two it computes something else"),
+    (ByHead(), "split in two it computes something else"),
+    (Masked(), "could not be tried"),
 ]
 
 
@@ -148,11 +221,15 @@ REFUSED = [
     (FeedForward(), {"blocks.*.norm": "row"}, "no plain nn.Linear", {"blocks.0.norm": "replicated"}),
     (FeedForward(linear=Scaled), {"*.fc1": "column", "*.fc2": "row"}, "no plain nn.Linear",
      {"blocks.0.inner.fc1": "replicated"}),
-    (FeedForward(wide=16), {"*.fc1": "column", "*.fc2": "row"}, "how parts lie is unknown",
+    (OnMeta(FeedForward(wide=16)), {"*.fc1": "column", "*.fc2": "row"}, "how parts lie is unknown",
      {"blocks.0.inner.fc1": "replicated"}),
-    (Attention(num_heads=4), {"*_proj": "column", "*.o_proj": "row"}, "counts its heads by num_heads",
+    (OnMeta(Attention(num_heads=4)), {"*_proj": "column", "*.o_proj": "row"}, "counts its heads by num_heads",
      {"blocks.0.inner.q_proj": "replicated"}),
-    (Fused(wide=17), {"*.qkv": "column", "*.proj": "row"}, "not q, k and v", {"blocks.0.inner.qkv": "replicated"}),
+    (OnMeta(Fused(wide=17)), {"*.qkv": "column", "*.proj": "row"}, "not q, k and v",
+     {"blocks.0.inner.qkv": "replicated"}),
+    (Normed(), {"*.fc1": "column", "*.fc2": "row"}, "computes something else", {"blocks.0.inner.fc1": "replicated"}),
+    (CountsItself(keys=8), {"*_proj": "column", "*.o_proj": "row"}, "computes something else",
+     {"blocks.0.inner.q_proj": "replicated"}),
     (FeedForward(), {"head": "head", "blocks.*.fc1": "head"}, "have the role 'head'", {"head": "head"}),
     (FeedForward(), {"norm": "embedding"}, "cannot be an embedding", {"norm": "replicated"}),
 ]  # fmt: skip
@@ -178,3 +255,31 @@ def test_given_roles_are_taken_and_replicated_ones_are_not_guessed() -> None:
 def test_a_given_fused_layer_is_cut_into_its_parts() -> None:
     got = found(Model(Fused()), {"*.qkv": "column", "*.proj": "row"})
     assert got.regions[0].parts == (8, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("inner", "given", "parts", "head_dim"),
+    [
+        (ByHead("query_key_value"), {"*.query_key_value": "column", "*.dense": "row"}, (), 6),
+        (ByHead(), {"*.qkv": "column", "*.dense": "row"}, (), 6),
+        (Gated(), {"*.gate_up": "column", "*.down": "row"}, (7, 7), 1),
+    ],
+    ids=["by-head", "by-head-under-a-known-name", "gate-and-up"],
+)
+def test_of_the_ways_to_cut_a_given_layer_the_one_is_taken_that_computes_the_same(
+    inner: nn.Module, given: dict[str, str], parts: tuple[int, ...], head_dim: int
+) -> None:
+    region = found(Model(inner), given).regions[0]
+    assert (region.parts, region.head_dim) == (parts, head_dim)
+
+
+def test_a_trial_leaves_everything_as_it_was() -> None:
+    model = Model(FeedForward(nn.Dropout(0.5)))
+    model.blocks[0]["inner"].fc1.eval()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    modes, state = [m.training for m in model.modules()], torch.get_rng_state()
+    assert found(model).regions
+    assert torch.equal(state, torch.get_rng_state())
+    assert modes == [m.training for m in model.modules()]
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    assert not any("forward" in vars(m) for m in model.modules())
