@@ -365,15 +365,15 @@ def _cause(compared: Comparison, tensors: list[Tensor], failing: list[Tensor], k
     if axis:
         done = {"initial value": "initialised equally", "gradient": "summed", "parameter": "updated equally"}[kind]
         return axis, f"not {done} over {axis}: ranks along it hold different copies"
+    stage = _only_stage(mesh, tensors, failing)
+    if stage is not None:
+        return "pp", f"only stage {stage} differs: its gradients are scaled, or it lost a micro-batch"
     if all(t.residual < RATIO_TOLERANCE for t in failing) and _same(t.ratio for t in failing):
         axis, cause = _by_factor(compared, failing[0].ratio, f"the {kind}")
         if cause:
             return axis, cause
     if mesh.tp > 1 and all("tp" not in t.split for t in failing) and any("tp" in t.split for t in tensors):
         return "tp", "a partial sum is not reduced over tp: only tensors that are whole on every tp rank differ"
-    stage = _only_stage(mesh, tensors, failing)
-    if stage is not None:
-        return "pp", f"only stage {stage} differs: stages are swapped, or it lost a micro-batch"
     layers = {layer(name) for name in names}
     if len(layers) == 1:
         return "", f"only {layers.pop()} differs: look at its own passes (recompute, roles, precision)"

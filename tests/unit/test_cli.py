@@ -14,7 +14,7 @@ from shardwise.cli import main
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "recipes" / "quickstart.toml")
-VERBS = ("train", "run", "plan", "doctor")
+VERBS = ("train", "run", "plan", "verify", "doctor")
 
 
 def shardwise(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
@@ -38,10 +38,11 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
 
 
 def test_planning_launching_and_reporting_never_import_torch() -> None:
-    verbs = "from shardwise.cli import doctor, main, plan, run, train"
+    verbs = "from shardwise.cli import doctor, main, plan, run, train, verify"
     layers = (
         "import shardwise.launch.watch, shardwise.launch.run_folder, shardwise.launch.outcome, "
-        "shardwise.plan.check, shardwise.report.summary, shardwise.report.doctor, shardwise.events.live"
+        "shardwise.plan.check, shardwise.report.summary, shardwise.report.doctor, shardwise.events.live, "
+        "shardwise.report.verify, shardwise.verify.parity"
     )
     found = imported(f"{verbs}\n{layers}")
     assert "shardwise.plan.rule_of_thumb" in found
@@ -85,6 +86,9 @@ def test_the_version_is_told() -> None:
         (["run", "absent.py"], "There is no script"),
         (["plan", QUICKSTART, "--cluster", "8xH10"], "There is no GPU"),
         (["plan", "absent.json"], "does not exist"),
+        (["verify", "absent.json"], "There is no plan or recipe"),
+        (["verify", QUICKSTART, "--half", "third"], "none of dry, parity and both"),
+        (["verify", QUICKSTART, "--set", "train.plan.cp=2"], "planned only"),
         (["fly"], "fly"),
     ],
 )
