@@ -19,21 +19,9 @@ from shardwise.errors import BadInput, RankFailed, RecipeError, ShardwiseError
 from shardwise.plan import check
 from shardwise.plan.plan import Plan
 from shardwise.verify import shrink
+from shardwise.verify.judge import Judged, judge, judge_dropout, judge_resume
 from shardwise.verify.messages import STOP_AFTER, About, Case, Failure, Report, Task
-from shardwise.verify.verdict import (
-    Bounds,
-    Check,
-    Comparison,
-    Fault,
-    Judged,
-    Kind,
-    Resumed,
-    Tensor,
-    Verdict,
-    judge,
-    judge_dropout,
-    judge_resume,
-)  # fmt: skip
+from shardwise.verify.verdict import Bounds, Check, Comparison, Fault, Kind, Resumed, Tensor, Verdict
 
 LIMIT_SECONDS = 300
 EPS32 = float(np.finfo(np.float32).eps)

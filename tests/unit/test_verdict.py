@@ -7,21 +7,8 @@ import msgspec
 import pytest
 
 from shardwise.plan.mesh import MeshShape
-from shardwise.verify.verdict import (
-    Bounds,
-    Check,
-    Comparison,
-    Fault,
-    Masks,
-    Resumed,
-    Tensor,
-    Told,
-    Verdict,
-    judge,
-    judge_dropout,
-    judge_resume,
-    layer,
-)  # fmt: skip
+from shardwise.verify.judge import judge, judge_dropout, judge_resume, layer
+from shardwise.verify.verdict import Bounds, Check, Comparison, Fault, Masks, Resumed, Tensor, Told, Verdict
 
 NAMES = ("embed.weight", "blocks.0.q.weight", "blocks.0.norm.weight", "blocks.1.q.weight", "head.weight")
 
