@@ -6,7 +6,8 @@ region's column layers is copied, or gathered under sequence parallel; what leav
 scattered. So what a region does before its column layers and after its row layer (a norm, a residual, dropout) is as
 outside.
 
-In bf16 a row layer's parts are rounded and summed in bf16: see docs/decisions/007-row-sums-in-bf16.md.
+In bf16 a row layer's parts y_r are rounded, and so is each of their tp - 1 sums s_k: an error of at most
+2^-8 (sum |y_r| + sum |s_k|), where one process has 2^-8 |y|. docs/decisions/007-row-sums-in-bf16.md: why it stays so.
 Source: Megatron-LM, arXiv 1909.08053 and 2205.05198.
 """
 
