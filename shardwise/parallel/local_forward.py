@@ -90,9 +90,9 @@ class Course:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Course":
         return self  # a copied module (an average of weights) computes on the same ranks
 
-    def begin(self, length: int | None) -> None:
-        """The embedding, where a forward begins."""
-        self.length, self.past_head = length, False
+    def begin(self, *_: Any) -> None:
+        """The root, before its forward: of a pipeline's stage too, the embedding's or not."""
+        self.past_head = False
 
     def whole_length(self, here: int) -> int:
         """The true number of positions of which this rank holds `here`, those that fill up included."""

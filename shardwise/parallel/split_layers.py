@@ -195,7 +195,7 @@ class Beginning(Around):
                 why="sequence parallel gives each rank as many positions",
                 fix="model.sequence_parallel = false, or sequences of a multiple of tp",
             )
-        course.begin(None if self.staged else ids.shape[1])
+        course.length = None if self.staged else ids.shape[1]
         return replaced(self.own_rows(ids))
 
     def own_rows(self, ids: torch.Tensor) -> torch.Tensor:

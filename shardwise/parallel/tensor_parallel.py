@@ -91,6 +91,7 @@ def apply(
         first_names=_first_names(module),
     )
     _distribute(module, split, tp)
+    module.register_forward_pre_hook(course.begin)
     _surround(modules, regions, roles, course, staged=mesh.degree("pp") > 1, vocabulary_loss=vocabulary_loss)
     return TensorParallel(module, course, roles.why)
 
