@@ -1,1 +1,1 @@
-"""What a choice costs, in bytes and seconds: pure functions over many plans at once, each citing its source. No torch."""
+"""What a choice costs, in bytes and seconds: pure functions over many plans at once, each with its source. No torch."""
