@@ -21,3 +21,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDWISE_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first compilation, in an empty cache on a busy machine, takes minutes."""
+    monkeypatch.setattr("tests.distributed.pool.LIMIT_SECONDS", 600)

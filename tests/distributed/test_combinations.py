@@ -105,11 +105,9 @@ def test_a_cell_that_runs_gives_the_hand_written_loop(pool: Pool, tmp_path: Path
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("cell", COMPILED, ids="-".join)
-def test_a_compiled_cell_stays_within_the_rounding_bound(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell
-) -> None:
+@pytest.mark.usefixtures("compiling")
+def test_a_compiled_cell_stays_within_the_rounding_bound(pool: Pool, tmp_path: Path, cell: Cell) -> None:
     """fp32 rounding tier, as in test_matrix: the compiler fuses, so sums come in another order."""
-    monkeypatch.setattr("tests.distributed.pool.LIMIT_SECONDS", 600)  # a first compilation, on a busy machine
     expected = reference(TIED, "fp32", "sgd")
     results, tensors = run(pool, tmp_path, cell, precision="fp32", optimizer="sgd")
     terms = np.sqrt(48 * 12 * 12)

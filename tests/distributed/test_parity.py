@@ -144,6 +144,7 @@ def test_a_random_configuration_gives_the_hand_written_loop(
     assert worst(tensors, expected["tensors"], "param/") < 1e-10
 
 
+@pytest.mark.usefixtures("compiling")
 def test_a_compiled_block_gives_the_hand_written_loop(pool: Pool, tmp_path: Path) -> None:
     """fp32 rounding tier: the compiler fuses, so sums come in another order."""
     expected = reference(False, "fp32", "sgd")
@@ -154,6 +155,7 @@ def test_a_compiled_block_gives_the_hand_written_loop(pool: Pool, tmp_path: Path
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize(("world", "zero"), [(2, 0), (2, 3)])
 def test_compiled_blocks_compose_with_data_parallel(pool: Pool, tmp_path: Path, world: int, zero: int) -> None:
     expected = reference(True, "fp32", "sgd")
