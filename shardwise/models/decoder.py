@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from shardwise.inputs.arch import Arch
+from shardwise.inputs.arch import Arch, require_buildable
 from shardwise.models.counter_rng import fill_normal_
 from shardwise.models.linear import Linear
 from shardwise.models.sharded_loss import sharded_cross_entropy
@@ -136,10 +136,12 @@ class Decoder(nn.Module):
     """A Llama-style language model. Shapes: tokens int64 [B, S] -> logits [B, S, vocab_size].
 
     Built on CPU it is initialised by torch's current seed; built on meta it waits for `initialize_decoder`.
+    Raises: ModelError where the shape has what this decoder has not.
     """
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()
+        require_buildable(arch)
         self.arch = arch
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.rotary = RotaryTables(arch)

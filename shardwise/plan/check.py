@@ -123,8 +123,16 @@ def _option_runs(key: str) -> Rule:
 
 
 def model_runs(plan: Plan, world: int) -> Violation | None:
-    if plan.recipe.model.hf is None:
+    problem = plan.arch.engine_problem() if plan.arch is not None else ""
+    if plan.recipe.model.hf is None and not problem:
         return None
+    if plan.recipe.model.hf is None:
+        return Violation(
+            rule="model_runs",
+            what=f"{plan.arch.name if plan.arch else ''} is planned only: this engine does not build it yet.",
+            why=problem,
+            fix='model.preset = "llama-3-8b" or another Llama-style shape, or model.factory = "my.module:build"',
+        )
     return Violation(
         rule="model_runs",
         what=f"model.hf = {plan.recipe.model.hf!r} is planned only: this engine does not build it yet.",

@@ -237,10 +237,12 @@ def parameters_of_a_rank(shape: Arch | int | None, mesh: MeshShape, schedule: st
         return math.ceil(shape.parameters() / tp)
     vocabulary = math.ceil(shape.vocab_size / tp) * hidden
     ffn = shape.ffn_parameters() // shape.ffn_size * math.ceil(shape.ffn_size / tp)
-    block = shape.attention_parameters() // tp + ffn + 2 * hidden
+    block = shape.attention_parameters() // tp + ffn + shape.norm_parameters()
+    sparse = (shape.moe_block_parameters() - shape.norm_parameters()) // tp + shape.norm_parameters()
     held = [0] * pp
     for stage, blocks in enumerate(schedules.stage_blocks(shape.num_layers, stages)):
-        held[schedules.rank_of_stage(schedule, stage, pp)] += len(blocks) * block
+        whole = sum(block if layer < shape.dense_layers else sparse for layer in blocks)
+        held[schedules.rank_of_stage(schedule, stage, pp)] += whole
     last = schedules.rank_of_stage(schedule, stages - 1, pp)
     held[0] += vocabulary
     held[last] += hidden + (0 if last == 0 and shape.tied_embeddings else vocabulary)

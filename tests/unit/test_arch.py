@@ -6,8 +6,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shardwise.errors import RecipeError
-from shardwise.inputs.arch import PRESETS, Arch, arch_of, from_config_json, preset, shape_problem
+from shardwise.errors import ModelError, RecipeError
+from shardwise.inputs.arch import (
+    PRESETS,
+    Arch,
+    Experts,
+    arch_of,
+    from_config_json,
+    preset,
+    require_buildable,
+    shape_problem,
+)
 from shardwise.inputs.recipe import ModelSpec, PresetByDevice
 
 LLAMA_7B = {
@@ -128,3 +137,17 @@ def test_a_model_that_would_have_to_be_downloaded_is_refused() -> None:
 def test_a_published_shape_has_its_published_number_of_parameters(name: str, billions: float) -> None:
     """Source: the models' own cards (8.03, 70.6 and 406 billion)."""
     assert round(preset(name).parameters() / 1e9, 2) == billions
+
+
+def test_a_shape_that_the_decoder_has_not_is_refused_when_it_is_built() -> None:
+    mixture = msgspec.structs.replace(preset("decoder-2m"), experts=Experts(count=8, per_token=2, ffn_size=64))
+    assert "experts" in mixture.engine_problem()
+    with pytest.raises(ModelError, match="cannot build"):
+        require_buildable(mixture)
+
+
+def test_old_json_is_read_with_the_defaults_of_llama() -> None:
+    known = msgspec.to_builtins(preset("decoder-8m"))
+    old = {key: known[key] for key in list(known)[:14]}
+    assert msgspec.convert(old, Arch) == preset("decoder-8m")
+    assert preset("decoder-8m").engine_problem() == ""

@@ -243,6 +243,12 @@ def test_a_model_that_is_not_built_yet_is_found() -> None:
     assert "model_runs" in {one.rule for one in check(plan(asked, SMALL, CPU, world=1), 1)}
 
 
+def test_a_shape_that_the_decoder_cannot_build_is_found() -> None:
+    biased = msgspec.structs.replace(SMALL, attention_bias=True)
+    (found,) = made([], biased, CPU, 1)[1]
+    assert found.rule == "model_runs" and "biases" in found.why
+
+
 def test_any_change_of_a_degree_breaks_the_product() -> None:
     planned, _ = made([], SMALL, CPU, 4)
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
