@@ -1,0 +1,261 @@
+"""What a row of measured runs says of its engine: sharding, precision, optimizer, recompute, what was measured."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from shardwise.cost.reported import Reported, Unusable
+from shardwise.cost.workload import Compute, Stack, Trainable
+
+MemoryKind = Literal["allocated", "reserved", "device"]
+MeasuredRank = Literal["fullest", "first", "last"]
+
+# fp32 parameters, cast or gathered in 16 bits: FSDP's MixedPrecision and torch.autocast.
+# Source: pytorch.org FSDP notes; param_dtype bf16, reduce_dtype fp32.
+CAST = Stack("cast from fp32", weights=0, masters=4, gathered=2, gradients=4, reduced=4, states=8)
+# 16-bit weights beside fp32 masters, and fp32 gradients.
+# Source: Megatron-LM docs/source/api-guide/dist_optimizer.md (bf16 parameters, fp32 gradients: 18 bytes in all).
+MAIN_GRADIENTS = Stack("masters, fp32 gradients", weights=2, masters=4, gathered=2, gradients=4, reduced=4, states=8)
+# The same with gradients in the weights' precision: ZeRO's 16 bytes. Source: Rajbhandari et al., arXiv 1910.02054, 3.1.
+HALF_GRADIENTS = Stack("masters, 16-bit gradients", weights=2, masters=4, gathered=2, gradients=2, reduced=2, states=8)
+# Everything in 16 bits, moments too.
+PURE = Stack("all in 16 bits", weights=2, masters=0, gathered=2, gradients=2, reduced=2, states=4)
+SINGLE = Stack("all in 32 bits", weights=0, masters=4, gathered=4, gradients=4, reduced=4, states=8)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the words of a row say, one statement a line, in lower case."""
+
+    lines: str
+
+    def found(self, pattern: str) -> str:
+        """The first statement that matches, ^ and $ being its ends; empty where none does."""
+        match = re.search(pattern, self.lines, re.MULTILINE)
+        if match is None:
+            return ""
+        end = self.lines.find("\n", match.end())
+        return self.lines[self.lines.rfind("\n", 0, match.start() + 1) + 1 : end if end >= 0 else None]
+
+    def count(self, pattern: str) -> int | None:
+        """The number that the pattern's group catches in the first statement that matches."""
+        match = re.search(pattern, self.lines, re.MULTILINE)
+        return int(match.group(1)) if match else None
+
+
+def facts_of(reported: Reported) -> Facts:
+    """Statements of the notes and of the name."""
+    cells = [*reported.earlier, reported.text("model"), *reported.text("notes").split(";")]
+    return Facts("\n".join(each.strip().removeprefix("flags:").strip().lower() for each in cells if each.strip()))
+
+
+def _sharding(reported: Reported) -> str:
+    return reported.text("zero_stage_or_fsdp").lower()
+
+
+def zero_of(reported: Reported, facts: Facts, dp: int, world: int, unknown: set[str]) -> tuple[int, int]:
+    """The stage, and over how many of the dp ranks it shards.
+
+    'dist-opt' is stage 1; any FSDP is 3 but SHARD_GRAD_OP and optim_grads (2) and optim (1). Hybrid sharding shards over
+    a node. Raises: Unusable for words that none of these describes.
+    """
+    said = _sharding(reported)
+    stage = _stage(said)
+    if stage is None:
+        raise Unusable(f"zero_stage_or_fsdp = {said!r} is not a sharding known here")
+    if not said and dp > 1:
+        unknown.add("zero_stage_or_fsdp")
+    if stage == 0:
+        return 0, 1
+    group = re.search(r"(?:shard(?: group)?|group)\s*=?\s*(\d+)", said)
+    if group:
+        shard = int(group.group(1))
+    elif re.search(r"hsdp|hybrid", said):
+        shard = reported.whole("gpus_per_node") or 8
+        unknown.add("dp_shard")
+    else:
+        shard = dp
+    return stage, shard if shard <= dp and dp % shard == 0 else dp
+
+
+def _stage(said: str) -> int | None:
+    numbered = re.search(r"(?:zero|stage)[-_ ]?([0-3])", said) or re.fullmatch(r"([0-3])", said)
+    if numbered:
+        return int(numbered.group(1))
+    rules = (
+        (r"^(none|no|off|)$", 0), (r"shard_grad_op|optim_grads(?!_params)", 2), (r"optim_grads_params|fsdp|hsdp", 3),
+        (r"dist\w*[-_ ]?opt|:optim$", 1), (r"ddp|replicat", 0),
+    )  # fmt: skip
+    return next((stage for pattern, stage in rules if re.search(pattern, said)), None)
+
+
+def precision_of(reported: Reported, unknown: set[str]) -> Compute:
+    """Of the matrix products. A blank is bf16.
+
+    Raises: Unusable for four-bit products, which the model does not have, and for unknown names.
+    """
+    said = reported.text("precision").lower()
+    if not said:
+        unknown.add("precision")
+        return "bf16"
+    if "fp4" in said:
+        raise Unusable(f"precision = {said!r}: four-bit products are not modelled")
+    rules: tuple[tuple[str, Compute], ...] = (
+        (r"fp8|float8|e4m3", "fp8"), (r"bf16|bfloat16", "bf16"), (r"fp16|float16|half", "fp16"),
+        (r"fp32|float32|tf32|single", "fp32"),
+    )  # fmt: skip
+    for pattern, name in rules:
+        if re.search(pattern, said):
+            return name
+    raise Unusable(f"precision = {said!r} is not known here")
+
+
+def stack_of(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
+    """How the engine holds what it trains, by its sharding, its precision and what the notes say of the optimizer."""
+    stack = _optimizer(_bare_stack(reported, facts, unknown), facts, unknown)
+    fused_attention = _fused_attention(reported, facts, unknown)
+    fused_loss = bool(facts.found(r"cross-entropy(-loss)?[- ]fusion|fused (ce|loss|cross)|chunked ce|liger|cut cross"))
+    return msgspec.structs.replace(stack, fused_attention=fused_attention, fused_loss=fused_loss)
+
+
+def _bare_stack(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
+    said, precision = _sharding(reported), reported.text("precision").lower()
+    if re.search(r"fp32|float32|tf32", precision) and "acc" not in precision:
+        return SINGLE
+    if re.search(r"true\b", precision):
+        return PURE
+    if re.search(r"dist\w*[-_ ]?opt|mcore|megatron", said):
+        return MAIN_GRADIENTS if "fp16" not in precision or re.search("fp32 grad", precision) else HALF_GRADIENTS
+    # Fine-tuning recipes hold the model in the precision that they name, unless they say mixed.
+    if facts.found(r"\bfine-?tun|\bq?lora\b|cumulative") and not re.search("amp|mixed", precision):
+        unknown.add("stack")
+        return PURE
+    if "deepspeed" in said or re.search(r"zero-?[12]", said):
+        return MAIN_GRADIENTS if re.search(r"fp32 grad", precision) or facts.found("fp32 grad") else HALF_GRADIENTS
+    if "fsdp" in said or "hsdp" in said or re.search("amp|mixed", precision) or said == "ddp":
+        # 'PURE' of Composer: gradients are reduced in 16 bits too.
+        return msgspec.structs.replace(CAST, reduced=2) if "pure" in precision else CAST
+    if "fp16" in precision and not re.search(r"fp32 grad", precision):
+        return HALF_GRADIENTS
+    return MAIN_GRADIENTS
+
+
+def _optimizer(stack: Stack, facts: Facts, unknown: set[str]) -> Stack:
+    """Bytes of states by what the notes name; 'varies' and 'A/B' leave AdamW's and say that it is not known."""
+    if facts.found(r"optimi[sz]er.*(vary|varies|per yaml)|lionw?/adamw?|adamw?/lion"):
+        unknown.add("optimizer")
+        return stack
+    states = stack.states
+    rules = (
+        (r"paged", 0), (r"8-?bit[ -]?adam|adamw?[ -]?8-?bit", 2), (r"adafactor", 0), (r"\blionw?\b|\bmuon\b", states // 2),
+        (r"\bsgd\b", 0),
+    )  # fmt: skip
+    states = next((size for pattern, size in rules if facts.found(pattern)), states)
+    stack = msgspec.structs.replace(stack, states=states)
+    # An optimizer that steps inside backward frees each gradient at once.
+    inside = facts.found(r"optim(izer)?[- ]in[- ](bwd|backward)|in-backward")
+    return msgspec.structs.replace(stack, gradients=0) if inside else stack
+
+
+def _fused_attention(reported: Reported, facts: Facts, unknown: set[str]) -> bool:
+    """False where the notes say so; and, not being said, with fp16: engines of those years kept the scores."""
+    if facts.found(r"attention-backend=(unfused|local)|no flash|unfused attention|eager attention"):
+        return False
+    if facts.found(r"flash|sdpa|attention-backend=fused"):
+        return True
+    if facts.found(r"transformer-impl=local"):
+        return False
+    if "fp16" in reported.text("precision").lower():
+        unknown.add("attention")
+        return False
+    return True
+
+
+def trainable_of(reported: Reported, facts: Facts, unknown: set[str]) -> Trainable:
+    """LoRA and QLoRA by name; a rank that is not said is 8 on queries and values, the default of PEFT and torchtune."""
+    quantised = bool(facts.found(r"\bqlora\b"))
+    if not quantised and not facts.found(r"\blora\b"):
+        return Trainable()
+    rank = facts.count(r"\b(?:rank[ =]+|r=)(\d+)")
+    if rank is None:
+        unknown.add("lora_rank")
+    targets = ("query", "value")
+    return Trainable(kind="lora", rank=rank or 8, targets=targets, base_bytes=0.5 if quantised else 2.0)
+
+
+def recompute_of(reported: Reported, unknown: set[str]) -> str:
+    """'full(recipe default)' is full. Selective of attention is selective; of other modules it is too, but unknown."""
+    said = reported.text("recompute").lower()
+    if said.startswith("full"):
+        return "full"
+    if said.startswith("selective"):
+        if "(" in said and "attn" not in said:
+            unknown.add("recompute")
+        return "selective"
+    if said not in ("none", "no", "off"):
+        unknown.add("recompute")
+    return "none"
+
+
+def offload_of(facts: Facts) -> str:
+    """Where parameters and states lie between steps."""
+    if facts.found(r"nvme"):
+        return "nvme"
+    return "cpu" if facts.found(r"cpu[- ]offload|offload(ed|ing)? to cpu|zero-?offload") else "none"
+
+
+def stages_per_rank_of(reported: Reported, facts: Facts) -> int:
+    """vp; else what the flags say; else 1."""
+    return reported.whole("vp") or facts.count(r"num-virtual-stages-per-pipeline-rank=(\d+)") or 1
+
+
+def schedule_of(facts: Facts, pp: int, stages_per_rank: int) -> str:
+    """1F1B where nothing is said."""
+    if pp == 1:
+        return "none"
+    if facts.found(r"\bzbv\b|zbvzerobubble|dualpipe"):
+        return "zbv"
+    if facts.found(r"zero[- ]bubble"):
+        return "interleaved-zb"
+    if stages_per_rank > 1:
+        return "interleaved-1f1b"
+    return "gpipe" if facts.found(r"\bgpipe\b|\bafab\b|all-forward-all-backward") else "1f1b"
+
+
+def sequence_parallel_of(reported: Reported, tp: int, unknown: set[str]) -> bool:
+    """Without tensor parallelism there is none. Not said: yes, unless the run is in fp16, which is older than it."""
+    said = reported.text("seq_parallel").lower()
+    if tp == 1:
+        return False
+    if said in ("yes", "true", "1"):
+        return True
+    if said in ("no", "false", "0"):
+        return False
+    unknown.add("seq_parallel")
+    return "fp16" not in reported.text("precision").lower()
+
+
+def memory_kind_of(facts: Facts, unknown: set[str]) -> MemoryKind:
+    """What the memory is: the allocator's peak, what it reserved, or what nvidia-smi shows. Not said: allocated."""
+    if facts.found(r"nvidia-smi"):
+        return "device"
+    if facts.found(r"allocated|peak active"):
+        return "allocated"
+    if facts.found(r"\breserved\b"):
+        return "reserved"
+    unknown.add("memory_kind")
+    return "allocated"
+
+
+def measured_rank_of(facts: Facts) -> MeasuredRank:
+    """Whose memory was measured; the fullest rank's where nothing is said."""
+    if facts.found(r"\blast rank\b|last pipeline stage"):
+        return "last"
+    return "first" if facts.found(r"\brank[- ]?0\b.*peak|first (pipeline )?stage") else "fullest"
+
+
+def ran_out_of_memory(facts: Facts) -> bool:
+    """Whether the notes say that the run did not fit."""
+    return bool(facts.found(r"\boom\b|\boomed\b|out[- ]of[- ]memory|did not fit"))
