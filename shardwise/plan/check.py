@@ -11,7 +11,7 @@ import msgspec
 
 from shardwise.errors import PlanInfeasible
 from shardwise.inputs.recipe import PlanRequest
-from shardwise.plan import combinations, schedules
+from shardwise.plan import combinations, schedules, validity
 from shardwise.plan.plan import Plan
 from shardwise.plan.rule_of_thumb import activation_bytes, bytes_at_rest, has_no_bf16, usable_bytes
 from shardwise.units import format_bytes
@@ -65,7 +65,7 @@ def degrees_make_the_world(plan: Plan, world: int) -> Violation | None:
 
 def zero_matches_sharding(plan: Plan, world: int) -> Violation | None:
     zero, shard = plan.decision.zero, plan.decision.mesh.dp_shard
-    if (zero == 0) == (shard == 1):
+    if validity.shards_match_zero(zero, shard):
         return None
     sharded = 1 if plan.decision.mesh.pp > 1 else 3
     if zero == 0:
@@ -156,7 +156,7 @@ def buckets_need_whole_copies(plan: Plan, world: int) -> Violation | None:
 
 def each_rank_has_a_sample(plan: Plan, world: int) -> Violation | None:
     batch, data = plan.decision.global_batch, plan.decision.mesh.data_parallel
-    if batch >= data:
+    if validity.ranks_have_samples(batch, data):
         return None
     return Violation(
         rule="each_rank_has_a_sample",
@@ -226,7 +226,7 @@ def vocabulary_holds_the_tokens(plan: Plan, world: int) -> Violation | None:
 
 def heads_divide(plan: Plan, world: int) -> Violation | None:
     tp = plan.decision.mesh.tp
-    if plan.arch is None or (plan.arch.num_heads % tp == 0 and plan.arch.num_kv_heads % tp == 0):
+    if plan.arch is None or validity.heads_divide(plan.arch, tp):
         return None
     dividing = math.gcd(tp, plan.arch.num_heads, plan.arch.num_kv_heads)
     heads = math.gcd(plan.arch.num_heads, plan.arch.num_kv_heads)
@@ -246,8 +246,9 @@ def sequence_divides(plan: Plan, world: int) -> Violation | None:
     Our decoder is split by position unless that is turned off; roles of the user's own may leave it whole.
     """
     length, mesh, model = plan.recipe.data.sequence_length, plan.decision.mesh, plan.recipe.model
-    split = plan.arch is not None and not model.roles if model.sequence_parallel == "auto" else model.sequence_parallel
-    if not split or mesh.pp == 1 or length % mesh.tp == 0 or not plan.recipe.data.length_is_known:
+    asked = plan.sequence_parallel
+    split = plan.arch is not None and not model.roles if asked == "auto" else asked
+    if validity.positions_divide(length, mesh.pp, mesh.tp, split) or not plan.recipe.data.length_is_known:
         return None
     if heads_divide(plan, world) is not None:  # its fix takes another tp
         return None
@@ -296,7 +297,7 @@ def schedule_has_its_micro_batches(plan: Plan, world: int) -> Violation | None:
 def each_stage_has_a_block(plan: Plan, world: int) -> Violation | None:
     decision = plan.decision
     pp, stages = decision.mesh.pp, decision.mesh.pp * decision.stages_per_rank
-    if plan.arch is None or pp == 1 or stages <= plan.arch.num_layers:
+    if plan.arch is None or pp == 1 or validity.stages_have_blocks(plan.arch, stages):
         return None
     fewer = pp <= plan.arch.num_layers
     plain: dict[str, str | int] = {"train.plan.schedule": "1f1b", "train.plan.stages_per_rank": 1}
@@ -330,7 +331,7 @@ def combination_runs(plan: Plan, world: int) -> Violation | None:
 
 def tensor_parallel_stays_in_a_node(plan: Plan, world: int) -> Violation | None:
     tp, devices = plan.decision.mesh.tp, plan.cluster.node.devices
-    if tp <= devices or plan.cluster.kind == "cpu":
+    if validity.stays_in_a_node(tp, devices) or plan.cluster.kind == "cpu":
         return None
     return Violation(
         rule="tensor_parallel_stays_in_a_node",

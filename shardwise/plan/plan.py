@@ -7,6 +7,7 @@ import msgspec
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import PipelineSchedule, Recipe
+from shardwise.plan.estimate import Estimate
 from shardwise.plan.mesh import MeshShape
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
@@ -16,7 +17,7 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the engine obeys. `micro_batch` is in samples of one forward on one rank.
 
     `accumulation` is the number of micro-batches of a step, under a pipeline too. A rank holds `stages_per_rank` of the
-    pipeline's stages.
+    pipeline's stages. sequence_parallel "auto": as the recipe says.
     """
 
     mesh: MeshShape
@@ -32,10 +33,14 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compile: Literal["off", "blocks"] = "off"
     compression: Literal["none", "powersgd", "int8"] = "none"
     bucket_cap_mb: Literal["default"] | Positive = "default"
+    sequence_parallel: Literal["auto"] | bool = "auto"
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Inputs, decision and reasons. `arch` is absent where the model is the user's own module."""
+    """Inputs, decision and reasons. `arch` is absent where the model is the user's own module.
+
+    `estimate` is absent where nothing was predicted: there is no Arch, or the rule of thumb decided.
+    """
 
     recipe: Recipe
     cluster: Cluster
@@ -44,6 +49,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arch: Arch | None = None
     schema_version: Literal[1] = 1
     shardwise_version: str = ""
+    estimate: Estimate | None = None
+
+    @property
+    def sequence_parallel(self) -> Literal["auto"] | bool:
+        """The decision's, or what the recipe asks for."""
+        decided = self.decision.sequence_parallel
+        return self.recipe.model.sequence_parallel if decided == "auto" else decided
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)

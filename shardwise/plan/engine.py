@@ -1,0 +1,55 @@
+"""Which plans of a space this engine runs, as a mask; the others are planned only. No torch.
+
+The same answer as `plan/check.py` gives for one plan, which also says why; tests/unit/test_search_space.py compares.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.plan import combinations
+from shardwise.plan.combinations import COMPILE, DATA, RECOMPUTE, SCHEDULES, TENSOR, Cell
+from shardwise.plan.space import Column, Table
+
+Flags = NDArray[np.bool_]
+
+
+@functools.cache
+def _composes() -> Flags:
+    """The table of combinations, an axis a part: schedule, data, recompute, compile, tensor."""
+    parts = (SCHEDULES, DATA, RECOMPUTE, COMPILE, TENSOR)
+    verdicts = [isinstance(combinations.verdict(Cell(*cell)), str) for cell in itertools.product(*parts)]
+    return np.array(verdicts).reshape([len(part) for part in parts])
+
+
+def runs(table: Table) -> Flags:
+    """Of plans with their splits: degrees and options that the engine has, in a combination that it runs."""
+    data = _data_kind(table)
+    composed = _composes()[
+        table["schedule"], data, table["recompute"], table["compiled"], (table["tp"] > 1).astype(np.int64)
+    ]
+    return np.asarray(composed & _axes_run(table) & (table["offload"] == 0))
+
+
+def may_run(table: Table) -> Flags:
+    """Of cores or pipelines: whether some split, and some schedule where none is given, runs."""
+    tensor = (table["tp"] > 1).astype(np.int64)
+    options = (table["recompute"], table["compiled"], tensor)
+    if "schedule" in table:
+        some = np.any(_composes(), axis=1)[table["schedule"], *options]
+    else:
+        some = np.any(_composes(), axis=(0, 1))[*options]
+    return np.asarray(some & _axes_run(table))
+
+
+def _axes_run(table: Table) -> Flags:
+    return np.asarray((table["cp"] == 1) & (table["ep"] == 1))
+
+
+def _data_kind(table: Table) -> Column:
+    """Index into DATA: one rank, a ZeRO stage, or hybrid with its stage."""
+    hybrid = (table["dp_replicate"] > 1) & (table["dp_shard"] > 1)
+    kind = np.where(hybrid, DATA.index("hybrid1") - 1, DATA.index("zero0")) + table["zero"]
+    return np.where(table["data_parallel"] == 1, DATA.index("one"), kind)

@@ -1,0 +1,215 @@
+"""The search: the best plans of the whole space, exactly, without writing most of it out. No torch.
+
+Best first with three bounds (plan/bounds.py), each cheaper than what it saves. A core's own arithmetic bounds how fast
+its plans can be; with a pipeline's bubble and transfers they can only be slower; the bytes of states that a split must
+keep say whether it can fit. What is left is asked of the cost model. Once the next bound is above the worst of the best
+plans found, nothing that was not looked at can be among them. tests/unit/test_search.py holds it against the space
+written out.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cost.candidates import Candidates
+from shardwise.cost.workload import Workload
+from shardwise.inputs.hardware import Cluster
+from shardwise.plan import bounds, engine, space
+from shardwise.plan.bounds import Reals
+from shardwise.plan.space import Table, Task
+
+# The first look is small: it finds a good plan, which spares most of the rest. Later ones are as large as caches like.
+FIRST_CORES, MOST_CORES, ROWS = 32, 512, 8192
+# Plans that differ in one of these are told as different; of those that agree in all, the best one.
+DISTINCT = ("pp", "tp", "cp", "ep", "zero", "recompute", "offload")
+
+
+class MemoryParts(bounds.HasParts, Protocol):
+    """What `cost.memory.memory` answers: bytes of the fullest rank's device, and the interval's upper end."""
+
+    @property
+    def device(self) -> Reals: ...
+    @property
+    def high(self) -> Reals: ...
+
+
+class StepParts(bounds.HasParts, Protocol):
+    """What `cost.step.step` answers: seconds."""
+
+    @property
+    def seconds(self) -> Reals: ...
+
+
+class CostModel(NamedTuple):
+    """The functions that say what plans cost."""
+
+    memory: Callable[[Workload, Cluster, Candidates], MemoryParts]
+    step: Callable[[Workload, Cluster, Candidates], StepParts]
+
+
+class Subject(NamedTuple):
+    """What is planned: the work, the machines, the space, bytes that a rank may use; and whether the engine runs it."""
+
+    workload: Workload
+    cluster: Cluster
+    task: Task
+    limit: float
+    runs: bool = True
+
+
+class Ranked(NamedTuple):
+    """Plans best first, distinct, at most `most`; of all of them, or of those that run."""
+
+    table: Table
+    seconds: Reals
+    most: int
+
+    @property
+    def worst(self) -> float:
+        """What a plan must beat to come in."""
+        return float(self.seconds[-1]) if len(self.seconds) >= self.most else np.inf
+
+
+class Found(NamedTuple):
+    """The best plans, of all and of those that the engine runs; how many plans were searched and how many costed."""
+
+    best: Ranked
+    running: Ranked
+    searched: int
+    costed: int
+
+
+def search(subject: Subject, model: CostModel, top: int = 5) -> Found:
+    """The `top` fastest plans that fit for sure, and the `top` of those that the engine runs."""
+    task, cores = subject.task, space.cores(subject.task)
+    empty = Ranked({}, np.zeros(0), top)
+    found = Found(empty, empty, space.count(task, cores) if _length(cores) else 0, 0)
+    if not found.searched:
+        return found
+    cores["may_run"] = engine.may_run(cores) & subject.runs
+    cores["floor"] = _core_floors(subject, model, cores)
+    cores = space.rows(cores, np.argsort(cores["floor"], kind="stable"))
+    for piece in _pieces(_length(cores)):
+        some = _open(space.rows(cores, piece), found)
+        if not _length(some):
+            if cores["floor"][piece.start] > max(found.best.worst, found.running.worst if subject.runs else 0.0):
+                break
+            continue
+        found = _look_into(subject, model, some, found)
+    return found
+
+
+def _pieces(length: int) -> Iterator[slice]:
+    start, size = 0, FIRST_CORES
+    while start < length:
+        yield slice(start, start + size)
+        start, size = start + size, min(2 * size, MOST_CORES)
+
+
+def _core_floors(subject: Subject, model: CostModel, cores: Table) -> Reals:
+    whole = bounds.mean_rank(cores)
+    parts = [_step(subject, model, piece) for piece in _chunks(whole)]
+    return np.concatenate(
+        [bounds.compute_floor(piece, step) for piece, step in zip(_chunks(cores), parts, strict=True)]
+    )
+
+
+def _open(table: Table, found: Found) -> Table:
+    """The rows whose bound lets them be among the best."""
+    keep = (table["floor"] <= found.best.worst) | (table["may_run"] & (table["floor"] <= found.running.worst))
+    return space.rows(table, keep)
+
+
+def _look_into(subject: Subject, model: CostModel, cores: Table, found: Found) -> Found:
+    """The plans of these cores: their pipelines in order of their bounds, then all splits of those."""
+    samples = bounds.samples_floor(_memory(subject, model, bounds.mean_rank(cores))) / cores["pp"]
+    table = space.with_pipelines(subject.task, space.rows(cores, samples <= subject.limit))
+    table["floor"] = bounds.pipeline_floor(table, table["floor"])
+    table["may_run"] = engine.may_run(table) & (table["may_run"] != 0)
+    table = _open(table, found)
+    for piece in _chunks(table):
+        piece = _open(piece, found)
+        piece["samples"] = bounds.samples_floor(_memory(subject, model, bounds.least_split(piece)))
+        piece = space.rows(piece, piece["samples"] <= subject.limit)
+        whole_copies = {**piece, "dp_replicate": piece["data_parallel"]}
+        piece["floor"] = bounds.without_split(_step(subject, model, whole_copies))
+        found = _look_at_splits(subject, model, space.rows(piece, np.argsort(piece["floor"], kind="stable")), found)
+    return found
+
+
+def _look_at_splits(subject: Subject, model: CostModel, pipelines: Table, found: Found) -> Found:
+    start, size = 0, FIRST_CORES
+    while start < _length(pipelines):
+        some = _open(space.rows(pipelines, slice(start, start + size)), found)
+        start += size
+        if _length(some):
+            plans = space.with_splits(subject.task, some)
+            size = max(FIRST_CORES, ROWS * _length(some) // max(1, _length(plans)))
+            found = _cost(subject, model, plans, found)
+    return found
+
+
+def _cost(subject: Subject, model: CostModel, plans: Table, found: Found) -> Found:
+    """The plans that fit, held against the best so far."""
+    workload, limit = subject.workload, subject.limit
+    least = plans["samples"] + bounds.least_states(workload, plans)
+    plans = space.rows(plans, np.maximum(least, bounds.states_floor(workload, plans)) <= limit)
+    plans = _open({**plans, "may_run": engine.runs(plans) & subject.runs}, found)
+    if not _length(plans):
+        return found
+    memory = _memory(subject, model, plans)
+    found = found._replace(costed=found.costed + _length(plans))
+    plans = space.rows({**plans, "bytes": memory.device}, memory.high <= limit)
+    seconds = _step(subject, model, plans).seconds
+    return found._replace(
+        best=_ranked(found.best, plans, seconds),
+        running=_ranked(found.running, *_chosen(plans, seconds, plans["may_run"] != 0)),
+    )
+
+
+def _ranked(ranked: Ranked, plans: Table, seconds: Reals) -> Ranked:
+    """With these plans, where they are among the best."""
+    plans, seconds = _chosen(plans, seconds, seconds <= ranked.worst)
+    if not len(seconds):
+        return ranked
+    names = [name for name in plans if name not in ("floor", "samples")]
+    joined = {
+        name: np.concatenate([ranked.table[name], plans[name]]) if ranked.table else plans[name] for name in names
+    }
+    together = np.concatenate([ranked.seconds, seconds])
+    # Of equally fast plans the one with the least memory, then the plainest.
+    plain = [joined[name] for name in ("accumulation", "stages_per_rank", "bucket_bytes", "dp_replicate", "zero")]
+    order = np.lexsort((*plain, joined["bytes"], together))
+    code = np.zeros(len(order), dtype=np.int64)
+    for name in DISTINCT:
+        code = code * (int(joined[name].max()) + 1) + joined[name][order]
+    first = np.sort(np.unique(code, return_index=True)[1])[: ranked.most]
+    return Ranked(space.rows(joined, order[first]), together[order[first]], ranked.most)
+
+
+def candidates(table: Table) -> Candidates:
+    """The rows as the cost model takes them."""
+    known = {name: table[name] for name in Candidates.__dataclass_fields__ if name in table}
+    return Candidates.of(**known)
+
+
+def _step(subject: Subject, model: CostModel, table: Table) -> StepParts:
+    return model.step(subject.workload, subject.cluster, candidates(table))
+
+
+def _memory(subject: Subject, model: CostModel, table: Table) -> MemoryParts:
+    return model.memory(subject.workload, subject.cluster, candidates(table))
+
+
+def _chosen(table: Table, seconds: Reals, keep: NDArray[np.bool_]) -> tuple[Table, Reals]:
+    return space.rows(table, keep), seconds[keep]
+
+
+def _chunks(table: Table) -> list[Table]:
+    return [space.rows(table, slice(at, at + ROWS)) for at in range(0, _length(table), ROWS)]
+
+
+def _length(table: Table) -> int:
+    return len(table["pp"])
