@@ -25,8 +25,8 @@ from shardwise.inputs.hardware import Cluster
 REQUIRED = ("model", "gpu", "n_gpus", "seq_len")
 MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "memory_gb")
 NUMBERS = (
-    "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq_len", "params_b", "n_gpus", "gpus_per_node", "dp", "tp",
-    "pp", "vp", "cp", "ep", "micro_batch", "global_batch", "tokens_per_s_per_gpu", "step_time_s", "memory_gb",
+    "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq_len", "params_b", "n_gpus", "gpus_per_node", "dp",
+    "tp", "pp", "vp", "cp", "ep", "micro_batch", "global_batch", "tokens_per_s_per_gpu", "step_time_s", "memory_gb",
 )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def _families(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     keys_of: dict[str, set[str]] = defaultdict(set)
     for key, repository in pairs:
         keys_of[repository or key].add(key)
-    named = {}
+    named: dict[str, str] = {}
     for keys in keys_of.values():
         common = _common_words(sorted(keys))
         named |= dict.fromkeys(keys, common or min(keys))

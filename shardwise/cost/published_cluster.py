@@ -45,7 +45,7 @@ def _devices_per_node(reported: Reported, row: CatalogueGpu, world: int, unknown
 
 
 def _network(reported: Reported, row: CatalogueGpu, devices: int, unknown: set[str]) -> Link:
-    """One device's share of its node's network, by the first of: its words, an instance's name, what such nodes have."""
+    """One device's share of its node's network: by its words, else an instance's name, else what such nodes have."""
     said = reported.text("interconnect")
     per_node = gigabits_per_node(said)
     if per_node is not None:

@@ -58,8 +58,8 @@ def _sharding(reported: Reported) -> str:
 def zero_of(reported: Reported, facts: Facts, dp: int, world: int, unknown: set[str]) -> tuple[int, int]:
     """The stage, and over how many of the dp ranks it shards.
 
-    'dist-opt' is stage 1; any FSDP is 3 but SHARD_GRAD_OP and optim_grads (2) and optim (1). Hybrid sharding shards over
-    a node. Raises: Unusable for words that none of these describes.
+    'dist-opt' is stage 1; any FSDP is 3 but SHARD_GRAD_OP and optim_grads (2) and optim (1). Hybrid sharding shards
+    over a node. Raises: Unusable for words that none of these describes.
     """
     said = _sharding(reported)
     stage = _stage(said)
@@ -149,8 +149,8 @@ def _optimizer(stack: Stack, facts: Facts, unknown: set[str]) -> Stack:
         return stack
     states = stack.states
     rules = (
-        (r"paged", 0), (r"8-?bit[ -]?adam|adamw?[ -]?8-?bit", 2), (r"adafactor", 0), (r"\blionw?\b|\bmuon\b", states // 2),
-        (r"\bsgd\b", 0),
+        (r"paged", 0), (r"8-?bit[ -]?adam|adamw?[ -]?8-?bit", 2), (r"adafactor", 0),
+        (r"\blionw?\b|\bmuon\b", states // 2), (r"\bsgd\b", 0),
     )  # fmt: skip
     states = next((size for pattern, size in rules if facts.found(pattern)), states)
     stack = msgspec.structs.replace(stack, states=states)

@@ -148,8 +148,8 @@ def _nearest(styles: list[Arch], billions: float | None) -> Arch:
 
 
 def _with_experts(arch: Arch, reported: Reported, facts: Facts) -> Arch:
-    """Experts by the words: '8 experts top-2', 'num-experts=8', or the name '8x7B'; their width by moe_ffn, else ffn."""
-    named = re.search(r"\b(\d+)x\d+(?:\.\d+)?b\b", reported.text("model").lower())
+    """Experts by the words '8 experts top-2', 'num-experts=8', or the name '8x7B'; as wide as moe_ffn, else ffn."""
+    named = re.search(r"(?<![a-z0-9])(\d+)x\d+(?:\.\d+)?b\b", reported.text("model").lower())
     count = (
         facts.count(r"\b(\d+) experts\b") or facts.count(r"^num-experts=(\d+)") or (int(named.group(1)) if named else 0)
     )
