@@ -38,6 +38,8 @@ WIDER: Mapping[str, tuple[float, float]] = {
     "dp": (0.10, 0.10),
     "n_gpus": (0.05, 0.05),
     "params_b": (0.05, 0.05),
+    "noise": (0.20, 0.0),
+    "seq_len": (0.30, 0.20),
 }
 # The ends of a central 80 % of a normal distribution, in standard deviations.
 EIGHTY_PERCENT = 1.2816

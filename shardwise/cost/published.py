@@ -165,8 +165,8 @@ def _row(reported: Reported) -> tuple[Row, str]:
 
 
 def _usable(reported: Reported, bare: Row) -> Row:
-    unknown: set[str] = set()
     facts = engine.facts_of(reported)
+    unknown = engine.doubts_of(facts)
     discounted = facts.found(r"do not score(?! time| memory)|not scoreable")
     if discounted:
         raise Unusable(f"its notes say: {discounted}")

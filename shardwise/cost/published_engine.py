@@ -25,6 +25,14 @@ PURE = Stack("all in 16 bits", weights=2, masters=0, gathered=2, gradients=2, re
 SINGLE = Stack("all in 32 bits", weights=0, masters=4, gathered=4, gradients=4, reduced=4, states=8)
 
 
+# Words that doubt a figure of their own row.
+DOUBTS = {
+    "n_gpus": r"n_gpus=\d+ assumed",
+    "noise": r"p90/p10 = (1\.[2-9]|[2-9])|\bdoubtful\b|doubt tokens",
+    "seq_len": r"seq\w* (is a cap|.*shorter)",
+}
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the words of a row say, one statement a line, in lower case."""
@@ -70,14 +78,15 @@ def zero_of(reported: Reported, facts: Facts, dp: int, world: int, unknown: set[
     if stage == 0:
         return 0, 1
     group = re.search(r"(?:shard(?: group)?|group)\s*=?\s*(\d+)", said)
-    if group:
-        shard = int(group.group(1))
+    copies = facts.count(r"dp_?replicate\s*=\s*(\d+)")
+    if group or copies:
+        shard = int(group.group(1)) if group else dp // max(1, copies or 1)
     elif re.search(r"hsdp|hybrid", said):
         shard = reported.whole("gpus_per_node") or 8
         unknown.add("dp_shard")
     else:
         shard = dp
-    return stage, shard if shard <= dp and dp % shard == 0 else dp
+    return stage, shard if 1 <= shard <= dp and dp % shard == 0 else dp
 
 
 def _stage(said: str) -> int | None:
@@ -104,7 +113,7 @@ def precision_of(reported: Reported, unknown: set[str]) -> Compute:
         raise Unusable(f"precision = {said!r}: four-bit products are not modelled")
     rules: tuple[tuple[str, Compute], ...] = (
         (r"fp8|float8|e4m3", "fp8"), (r"bf16|bfloat16", "bf16"), (r"fp16|float16|half", "fp16"),
-        (r"fp32|float32|tf32|single", "fp32"),
+        (r"fp32|float32|tf32|single|^32-true", "fp32"),
     )  # fmt: skip
     for pattern, name in rules:
         if re.search(pattern, said):
@@ -122,7 +131,7 @@ def stack_of(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
 
 def _bare_stack(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
     said, precision = _sharding(reported), reported.text("precision").lower()
-    if re.search(r"fp32|float32|tf32", precision) and "acc" not in precision:
+    if re.search(r"fp32|float32|tf32|^32-true", precision) and "acc" not in precision:
         return SINGLE
     if re.search(r"true\b", precision):
         return PURE
@@ -175,14 +184,21 @@ def _fused_attention(reported: Reported, facts: Facts, unknown: set[str]) -> boo
 
 def trainable_of(reported: Reported, facts: Facts, unknown: set[str]) -> Trainable:
     """LoRA and QLoRA by name; a rank that is not said is 8 on queries and values, the default of PEFT and torchtune."""
-    quantised = bool(facts.found(r"\bqlora\b"))
-    if not quantised and not facts.found(r"\blora\b"):
+    if not facts.found(r"\bq?lora\b"):
         return Trainable()
     rank = facts.count(r"\b(?:rank[ =]+|r=)(\d+)")
     if rank is None:
         unknown.add("lora_rank")
-    targets = ("query", "value")
-    return Trainable(kind="lora", rank=rank or 8, targets=targets, base_bytes=0.5 if quantised else 2.0)
+    return Trainable(kind="lora", rank=rank or 8, targets=("query", "value"), base_bytes=_base_bytes(reported, facts))
+
+
+def _base_bytes(reported: Reported, facts: Facts) -> float:
+    """Of a frozen weight: what it is quantised to, else 4 in fp32 or mixed precision, else 2."""
+    if facts.found(r"\bqlora\b|\bnf4\b|\b4-?bit\b|\bint4\b"):
+        return 0.5
+    if facts.found(r"\bint8\b|8-?bit (weights|base|quanti)"):
+        return 1.0
+    return 4.0 if re.search(r"mixed|fp32|32-true", reported.text("precision").lower()) else 2.0
 
 
 def recompute_of(reported: Reported, unknown: set[str]) -> str:
@@ -203,7 +219,10 @@ def offload_of(facts: Facts) -> str:
     """Where parameters and states lie between steps."""
     if facts.found(r"nvme"):
         return "nvme"
-    return "cpu" if facts.found(r"cpu[- ]offload|offload(ed|ing)? to cpu|zero-?offload") else "none"
+    of_states = (
+        r"(cpu|optim\w*|param\w*|states?)[- ]offload|offload\w* (to )?(cpu|host|optim|param)|zero-?offload|infinity"
+    )
+    return "cpu" if facts.found(of_states) else "none"
 
 
 def stages_per_rank_of(reported: Reported, facts: Facts) -> int:
@@ -259,3 +278,9 @@ def measured_rank_of(facts: Facts) -> MeasuredRank:
 def ran_out_of_memory(facts: Facts) -> bool:
     """Whether the notes say that the run did not fit."""
     return bool(facts.found(r"\boom\b|\boomed\b|out[- ]of[- ]memory|did not fit"))
+
+
+def doubts_of(facts: Facts) -> set[str]:
+    """What the notes themselves say is assumed or unsteady."""
+    found = {name for name, pattern in DOUBTS.items() if facts.found(pattern)}
+    return found - ({"seq_len"} if facts.found(r"^packed$|\bpacked (seq|\d)") else set())
