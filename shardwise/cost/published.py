@@ -182,6 +182,7 @@ def _usable(reported: Reported, bare: Row) -> Row:
         trainable=engine.trainable_of(reported, facts, unknown),
     )
     seconds = _seconds(reported, facts, workload.tokens, degrees.world)
+    _require_possible(workload, cluster, seconds)
     out_of_memory = engine.ran_out_of_memory(facts) and seconds is None
     # What a run held before it failed is a lower bound, not a peak.
     held = None if out_of_memory or facts.found("do not score memory") else reported.number("memory_gb")
@@ -203,6 +204,18 @@ def _seconds(reported: Reported, facts: engine.Facts, tokens: int, world: int) -
     if printed is not None:
         return printed
     return tokens / (rate * world) if rate is not None else None
+
+
+def _require_possible(workload: Workload, cluster: Cluster, seconds: float | None) -> None:
+    """Raises: Unusable where the step is faster than the devices' dense peak: a figure of the row is wrong."""
+    gpu = cluster.device
+    peak = gpu.dense_fp8_flops_per_second or gpu.peak_flops_per_second("bf16") or gpu.peak_flops_per_second("fp16")
+    # Frozen weights have no gradients of their own: two thirds of the FLOPs.
+    part = 2 / 3 if workload.trainable.kind == "lora" else 1.0
+    flops = part * workload.arch.flops_per_token(workload.sequence_length) * workload.tokens
+    if seconds is not None and peak is not None and flops > seconds * peak * cluster.devices:
+        times = flops / (seconds * peak * cluster.devices)
+        raise Unusable(f"its step is {times:.1f} times faster than its GPUs' peak allows: a figure of the row is wrong")
 
 
 @dataclass(frozen=True)

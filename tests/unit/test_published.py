@@ -202,6 +202,7 @@ def test_a_preset_is_found_by_its_exact_name_and_gives_way_to_the_columns(tmp_pa
         ({"zero_stage_or_fsdp": "mystery"}, "not a sharding known"),
         ({"hidden": ""}, "no preset"),
         ({"kv_heads": "3"}, "multiple"),
+        ({"step_time_s": "0.01"}, "faster than its GPUs' peak"),
     ],
 )
 def test_what_cannot_be_used_is_skipped_with_the_reason(tmp_path: Path, cells: dict[str, str], reason: str) -> None:
