@@ -20,7 +20,7 @@ class Stack(Frozen, frozen=True):
     masters: the full-precision copy that the optimizer updates; 0 where the weights are it. gathered: of a weight as
     collectives carry it and as it stands whole. gradients: of one kept between micro-batches. reduced: of one on the
     wire. states: of the optimizer (8: two fp32 moments). fused_attention: no score matrix is kept.
-    fused_loss: no fp32 copy of the logits is kept.
+    fused_loss: no fp32 copy of the logits is kept. overlap: collectives of data parallelism run beside arithmetic.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Stack(Frozen, frozen=True):
     states: int
     fused_attention: bool = True
     fused_loss: bool = False
+    overlap: bool = True
 
 
 # This engine: fp32 masters are the parameters, compute copies are cast or gathered, gradients are fp32.

@@ -1,0 +1,115 @@
+"""Seconds of collectives over groups that lie in the order of the mesh, tensor parallel innermost. No torch.
+
+A group of `size` ranks, `stride` apart, on nodes of `per_node` devices has `local` members on each of `nodes` nodes.
+All groups of an axis talk at once, so a device has its own share of the node's network and no more; a ring through
+`local` members of a node uses the shares of all of them (NCCL's rings; planners.md, section 3, 'Collectives').
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+
+from shardwise.cost.calibration import TimeConstants, time_constants
+from shardwise.cost.compute import Floats, numbers
+from shardwise.inputs.hardware import Cluster
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+# Gloo through shared memory and loopback, a core's share. Source: recalled.
+_SHARED_MEMORY_BANDWIDTH = 1e9
+# A network that nobody named: no faster than this a device. Source: 400 Gbit/s InfiniBand, planners.md section 4.
+_USUAL_NETWORK = 50e9
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Bytes a second and device in one direction, within a node and between nodes, and devices a node."""
+
+    link: Floats
+    network: Floats
+    per_node: Floats
+
+    @classmethod
+    def of(cls, cluster: Cluster, constants: TimeConstants | None = None) -> Self:
+        """Of a cluster; a network that is not known counts as a share of the link, as machines of its kind have."""
+        known = constants or time_constants()
+        node = cluster.node
+        link = node.link.bytes_per_second or _SHARED_MEMORY_BANDWIDTH
+        network = node.network.bytes_per_second if node.network else None
+        if network is None:
+            network = min(_USUAL_NETWORK, link * known.unknown_network_share)
+        return cls(numbers(link), numbers(network), numbers(node.devices))
+
+
+@dataclass(frozen=True)
+class Group:
+    """How an axis lies: its size, members on a node, and nodes that it touches."""
+
+    size: Floats
+    local: Floats
+    nodes: Floats
+
+    @classmethod
+    def of(cls, size: Floats, stride: Floats, fabric: Fabric) -> Self:
+        """Ranks `stride` apart, `size` of them."""
+        local = np.clip(np.floor(fabric.per_node / stride), 1.0, np.maximum(size, 1.0))
+        return cls(np.asarray(size, dtype=np.float64), local, np.ceil(size / local))
+
+
+def collective_seconds(
+    kind: Kind, moved: Floats, size: Floats, stride: Floats, cluster: Cluster, constants: TimeConstants | None = None
+) -> Floats:
+    """Seconds of one collective of `moved` bytes: the whole buffer of a reduction or gather, what a rank sends else."""
+    known = constants or time_constants()
+    fabric = Fabric.of(cluster, known)
+    return collective(kind, moved, Group.of(size, stride, fabric), fabric, known)
+
+
+def collective(
+    kind: Kind, moved: Floats, group: Group, fabric: Fabric, known: TimeConstants, times: Floats | float = 1.0
+) -> Floats:
+    """The same over a group that is known; `times` of them, `moved` in all."""
+    if kind == "send":
+        return np.asarray(_send(moved, group, fabric, known, times))
+    rounds = 2.0 if kind == "all_reduce" else 1.0
+    share = (group.size - 1) / np.maximum(group.size, 1.0)
+    slowest = _all_to_all_pace(group, fabric, known) if kind == "all_to_all" else _ring_pace(group, fabric, known)
+    seconds = times * latency(group, known) * (0.5 + 0.5 * rounds) + rounds * share * moved * slowest
+    return np.where(group.size > 1, seconds, 0.0)
+
+
+def latency(group: Group, known: TimeConstants) -> Floats:
+    """What one collective takes however small: a start, a hop a member within the node, trees between nodes."""
+    hops = known.collective_seconds_per_hop * (group.local - 1)
+    far = known.collective_seconds_per_network_hop * np.log2(np.maximum(group.nodes, 1.0))
+    return known.collective_seconds + hops + far
+
+
+def network_pace(nodes: Floats, fabric: Fabric, known: TimeConstants) -> Floats:
+    """Seconds a byte of one device's share of the network; more nodes share switches and wait for each other."""
+    crowd = 1 + known.network_share_per_doubling * np.log2(np.maximum(nodes, 1.0))
+    return crowd / (fabric.network * known.network_share)
+
+
+def _ring_pace(group: Group, fabric: Fabric, known: TimeConstants) -> Floats:
+    """Seconds a byte: the slower of the link and of all local members' shares of the network together."""
+    near = np.where(group.local > 1, 1 / (fabric.link * known.link_share), 0.0)
+    far = np.where(group.nodes > 1, network_pace(group.nodes, fabric, known) / group.local, 0.0)
+    return np.maximum(near, far)
+
+
+def _all_to_all_pace(group: Group, fabric: Fabric, known: TimeConstants) -> Floats:
+    """Seconds a byte sent: what leaves the node goes through the device's own share of the network."""
+    away = (group.nodes - 1) / group.nodes
+    near = np.where(group.local > 1, (1 - away) / (fabric.link * known.link_share * known.all_to_all_share), 0.0)
+    far = away * network_pace(group.nodes, fabric, known) / known.all_to_all_share
+    return np.maximum(near, far)
+
+
+def _send(moved: Floats, group: Group, fabric: Fabric, known: TimeConstants, times: Floats | float) -> Floats:
+    """To the next rank of the group: over the link where they share a node, else over the network."""
+    near = 1 / (fabric.link * known.link_share)
+    far = 1 / (fabric.network * known.network_share)
+    pace = np.where(group.local >= group.size, near, far)
+    return np.where(group.size > 1, times * known.collective_seconds + moved * pace, 0.0)

@@ -1,0 +1,228 @@
+"""Seconds of one layer, of the head and of the embedding for one micro-batch on one rank, by part. No torch."""
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+
+from shardwise.cost import compute
+from shardwise.cost.calibration import TimeConstants
+from shardwise.cost.communication import Fabric, Group, collective
+from shardwise.cost.compute import Attention, Floats, Rates
+from shardwise.cost.shape import Projection, Shape
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds by part, and how many kernels the host starts for them."""
+
+    matmul: Floats
+    attention: Floats
+    memory_bound: Floats
+    tensor_parallel: Floats
+    context_parallel: Floats
+    expert: Floats
+    kernels: Floats
+
+    @classmethod
+    def none(cls) -> Self:
+        return cls(*(np.zeros(1) for _ in fields(cls)))
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
+
+    def times(self, factor: Floats | float) -> "Work":
+        """That many of it."""
+        return Work(*(getattr(self, f.name) * factor for f in fields(Work)))
+
+    @property
+    def seconds(self) -> Floats:
+        """On the device."""
+        parts = (self.matmul, self.attention, self.memory_bound)
+        return sum((*parts, self.tensor_parallel, self.context_parallel, self.expert), np.zeros(1))
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch on one rank. tokens: those it holds; spread: tp where activations are split between products, else 1.
+
+    learning: the share of weights that get gradients; extra_passes: over memory beside a compiled or an eager engine's.
+    """
+
+    tokens: Floats
+    micro_batch: Floats
+    tp: Floats
+    cp: Floats
+    ep: Floats
+    spread: Floats
+    passes: Floats
+    kernels: Floats
+    learning: Floats
+    fused_attention: Floats
+    logit_bytes: Floats
+    tensor: Group
+    context: Group
+    experts: Group
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A forward and the backward after it."""
+
+    forward: Work
+    backward: Work
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, factor: Floats | float) -> "Passes":
+        return Passes(self.forward.times(factor), self.backward.times(factor))
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where it runs."""
+
+    rates: Rates
+    fabric: Fabric
+    known: TimeConstants
+
+
+def dense_layer(shape: Shape, device: Device, micro: Micro) -> Passes:
+    """A block with one feed-forward."""
+    return attention_half(shape, device, micro) + _dense_half(shape, device, micro)
+
+
+def moe_layer(shape: Shape, device: Device, micro: Micro) -> Passes:
+    """A block with experts."""
+    return attention_half(shape, device, micro) + _expert_half(shape, device, micro)
+
+
+def projections(each: tuple[Projection, ...], device: Device, micro: Micro, tokens: Floats) -> tuple[Floats, Floats]:
+    """Seconds forward and backward of products with these weights: to the input always, to the weight where it learns."""
+    forward, backward = np.zeros(1), np.zeros(1)
+    for p in each:
+        n = p.n / np.where(p.n_split > 0, micro.tp, 1.0)
+        k = p.k / np.where(p.k_split > 0, micro.tp, 1.0)
+        forward = forward + compute.matmul(device.rates, tokens, n, k, device.known)
+        to_input = compute.matmul(device.rates, tokens, np.where(n > 0, k, 0), n, device.known)
+        to_weight = compute.matmul(device.rates, n, np.where(n > 0, k, 0), tokens, device.known)
+        backward = backward + to_input + micro.learning * to_weight
+    return forward, backward
+
+
+def pointwise(width: Floats, device: Device, micro: Micro) -> Floats:
+    """Seconds of moving `width` numbers a token through memory, in as many passes as the engine needs."""
+    return micro.passes * micro.tokens * width * device.rates.element_bytes / device.rates.memory
+
+
+def casts(width: Floats, device: Device, micro: Micro) -> Floats:
+    """Seconds of writing `width` numbers a token in eight bits before they are multiplied; 0 without fp8."""
+    moved = device.rates.low_precision * device.known.cast_passes * micro.tokens * width * 2
+    return moved / device.rates.memory
+
+
+def attention_half(shape: Shape, device: Device, micro: Micro) -> Passes:
+    """Norm, projections, attention, residual; its collectives of tensor and context parallelism."""
+    forward, backward = projections(shape.attention, device, micro, micro.tokens)
+    a = Attention(
+        heads=shape.heads / micro.tp, key_dim=shape.key_dim, value_dim=shape.value_dim, rows=micro.tokens,
+        attended=shape.attended, whole=shape.sequence, fused=micro.fused_attention,
+    )  # fmt: skip
+    look = compute.attention_forward(device.rates, a, device.known)
+    look_back = compute.attention_backward(device.rates, a, device.known)
+    # Each half: a norm reads and writes, a residual reads twice and writes; positions turn queries and keys.
+    width = (shape.norms + 3) * shape.hidden / micro.spread
+    width = width + (2 * shape.head_width + shape.key_value_width) / micro.tp
+    cast = casts(shape.hidden / micro.spread + shape.head_width / micro.tp, device, micro)
+    moved = pointwise(width, device, micro)
+    kernels = micro.kernels / 2
+    tensor, near = _tensor(shape, device, micro), _context(shape, device, micro)
+    exposed, exposed_back = np.maximum(0.0, near - look), np.maximum(0.0, 2 * near - look_back)
+    none = np.zeros(1)
+    return Passes(
+        Work(forward, look, moved + cast, tensor, exposed, none, kernels),
+        Work(backward, look_back, 2 * (moved + cast), tensor, exposed_back, none, 2 * kernels),
+    )
+
+
+def _tensor(shape: Shape, device: Device, micro: Micro) -> Floats:
+    """One reduction of a half's output; with sequence parallelism a gather and a scatter, as many bytes."""
+    moved = micro.tokens * shape.hidden * device.rates.element_bytes
+    return (1 - device.known.tensor_hidden) * collective("all_reduce", moved, micro.tensor, device.fabric, device.known)
+
+
+def _context(shape: Shape, device: Device, micro: Micro) -> Floats:
+    """Keys and values of all other positions, beside attention."""
+    moved = micro.tokens * micro.cp * shape.key_value_width / micro.tp * device.rates.element_bytes
+    return collective("all_gather", moved, micro.context, device.fabric, device.known)
+
+
+def _dense_half(shape: Shape, device: Device, micro: Micro) -> Passes:
+    forward, backward = projections(shape.feed_forward, device, micro, micro.tokens)
+    inner = (2 + shape.gated) * shape.ffn_width / micro.tp
+    moved = pointwise((shape.norms + 3) * shape.hidden / micro.spread + inner, device, micro)
+    cast = casts(shape.hidden / micro.spread + shape.ffn_width / micro.tp, device, micro)
+    tensor, none, kernels = _tensor(shape, device, micro), np.zeros(1), micro.kernels / 2
+    return Passes(
+        Work(forward, none, moved + cast, tensor, none, none, kernels),
+        Work(backward, none, 2 * (moved + cast), tensor, none, none, 2 * kernels),
+    )
+
+
+def _expert_half(shape: Shape, device: Device, micro: Micro) -> Passes:
+    """Router, dispatch, experts, combination, and the shared experts.
+
+    Each rank of a tensor group sends its own part of the tokens; each rank holds experts / ep of them.
+    """
+    known, rates = device.known, device.rates
+    shared, shared_back = projections(shape.shared, device, micro, micro.tokens)
+    sent = micro.tokens / micro.tp * shape.experts_per_token
+    held = np.maximum(shape.experts / micro.ep, 1.0)
+    rows = known.expert_imbalance * sent * micro.tp / held / micro.tp
+    up = (1 + shape.gated) * shape.expert_width
+    forward = _experts(rates, held, rows, up, shape, known)
+    to_weight = compute.grouped_matmul(rates, held, up, shape.hidden, rows, known)
+    to_weight = to_weight + compute.grouped_matmul(rates, held, shape.hidden, shape.expert_width, rows, known)
+    moved = sent * shape.hidden * rates.element_bytes
+    travel = 2 * collective("all_to_all", moved, micro.experts, device.fabric, known) * (1 - known.expert_hidden)
+    permuted = 2 * known.permute_passes * moved / rates.memory
+    inner = (2 + shape.gated) * (shape.expert_width * shape.experts_per_token) / micro.tp
+    narrow = pointwise((shape.norms + 3) * shape.hidden / micro.spread + inner, device, micro)
+    cast = casts((shape.hidden + shape.expert_width) * shape.experts_per_token / micro.tp, device, micro)
+    memory, none = narrow + cast + permuted, np.zeros(1)
+    kernels = micro.kernels * known.kernels_per_moe_layer
+    tensor = _tensor(shape, device, micro)
+    return Passes(
+        Work(shared + forward, none, memory, tensor, none, travel, kernels),
+        Work(shared_back + forward + micro.learning * to_weight, none, 2 * memory, tensor, none, travel, 2 * kernels),
+    )
+
+
+def _experts(rates: Rates, held: Floats, rows: Floats, up: Floats, shape: Shape, known: TimeConstants) -> Floats:
+    first = compute.grouped_matmul(rates, held, rows, up, shape.hidden, known)
+    return first + compute.grouped_matmul(rates, held, rows, shape.hidden, shape.expert_width, known)
+
+
+def head(shape: Shape, device: Device, micro: Micro) -> Passes:
+    """The projection to the vocabulary in 16 bits, and the loss over it."""
+    columns, tokens, known = shape.vocab / micro.tp, micro.tokens, device.known
+    forward = compute.matmul(device.rates, tokens, columns, shape.hidden, known, half=True)
+    to_input = compute.matmul(device.rates, tokens, shape.hidden, columns, known, half=True)
+    to_weight = compute.matmul(device.rates, columns, shape.hidden, tokens, known, half=True)
+    loss = known.logit_passes * micro.logit_bytes * tokens * columns / device.rates.memory
+    tensor, none = _tensor(shape, device, micro), np.zeros(1)
+    return Passes(
+        Work(forward, none, loss, none, none, none, micro.kernels),
+        Work(to_input + micro.learning * to_weight, none, loss, tensor, none, none, micro.kernels),
+    )
+
+
+def embedding(shape: Shape, device: Device, micro: Micro) -> Passes:
+    """A lookup, and adding its gradients up."""
+    moved, none = pointwise(2 * shape.hidden / micro.spread, device, micro), np.zeros(1)
+    tensor = _tensor(shape, device, micro)
+    return Passes(
+        Work(none, none, moved, tensor, none, none, micro.kernels / 4),
+        Work(none, none, 2 * moved, none, none, none, micro.kernels / 4),
+    )

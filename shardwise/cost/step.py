@@ -1,0 +1,278 @@
+"""What a step takes: seconds by part that sum to it, for many plans at once. No torch.
+
+The parts are those of the slowest pipeline rank over all its micro-batches; `bubble` is what it waits for the others.
+Sources: the formulas of Megatron-LM (arXiv 2104.04473), zero bubble (arXiv 2401.10241) and ZeRO (arXiv 1910.02054);
+each constant's own in calibration.toml.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from shardwise.cost.calibration import TimeConstants, time_constants
+from shardwise.cost.candidates import RECOMPUTE, SCHEDULES, Candidates
+from shardwise.cost.communication import Fabric, Group, collective
+from shardwise.cost.compute import Floats, Rates, numbers
+from shardwise.cost.data_time import Held, Windows, data_seconds, offload_seconds, optimizer_seconds, waiting_seconds
+from shardwise.cost.layer_time import Device, Micro, Passes, Work, dense_layer, embedding, head, moe_layer
+from shardwise.cost.run_numbers import Run
+from shardwise.cost.shape import Shape
+from shardwise.cost.workload import Workload
+from shardwise.inputs.hardware import Cluster, Precision
+
+FULL, SELECTIVE = RECOMPUTE.index("full"), RECOMPUTE.index("selective")
+INTERLEAVED_ZB, ZBV = SCHEDULES.index("interleaved-zb"), SCHEDULES.index("zbv")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds by part, a row a plan. Utilisation is Arch.flops_per_token over the dense peak; nan where none is known.
+
+    low and high: of seconds; four of five measurements are between them.
+    """
+
+    parts: dict[str, Floats]
+    tokens_per_second_per_gpu: Floats
+    mfu: Floats
+    low: Floats
+    high: Floats
+
+    @property
+    def seconds(self) -> Floats:
+        """Of the whole step."""
+        return np.sum(list(self.parts.values()), axis=0)
+
+
+class Guessed(NamedTuple):
+    """What the inputs do not say and was guessed, so that the interval is wider."""
+
+    recompute: bool = False
+    attention: bool = False
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that a step's time follows from, as numbers that broadcast: one row, or a row each."""
+
+    shape: Shape
+    rates: Rates
+    fabric: Fabric
+    run: Run
+    network_known: Floats
+    guessed: Floats
+
+    @classmethod
+    def of(
+        cls, workload: Workload, cluster: Cluster, plans: Candidates, guessed: Guessed, known: TimeConstants
+    ) -> Self:
+        """Raises: RecipeError where the device's peak or bandwidth is not known."""
+        return cls(
+            shape=Shape.of(workload.arch, workload.sequence_length),
+            rates=Rates.of(cluster.device, workload.precision, known),
+            fabric=Fabric.of(cluster, known),
+            run=Run.of(workload, plans),
+            network_known=numbers(cluster.node.network is not None),
+            guessed=numbers(guessed.recompute or guessed.attention),
+        )
+
+
+def step(
+    workload: Workload,
+    cluster: Cluster,
+    candidates: Candidates,
+    guessed: Guessed = Guessed(),
+    constants: TimeConstants | None = None,
+) -> Step:
+    """The time of one step of each plan.
+
+    Raises: RecipeError where the device's peak or bandwidth is not known.
+    """
+    known = constants or time_constants()
+    inputs = Inputs.of(workload, cluster, candidates, guessed, known)
+    parts = {
+        name: np.broadcast_to(part, len(candidates)).astype(np.float64) for name, part in seconds(inputs, known).items()
+    }
+    total = np.sum(list(parts.values()), axis=0)
+    width = np.broadcast_to(spread(inputs, parts, known), total.shape)
+    rate = workload.tokens / (total * candidates.world)
+    peak = _dense_peak(workload, cluster)
+    return Step(
+        parts=parts,
+        tokens_per_second_per_gpu=rate,
+        mfu=rate * workload.arch.flops_per_token(workload.sequence_length) / peak,
+        low=total * np.exp(-width),
+        high=total * np.exp(width),
+    )
+
+
+def _dense_peak(workload: Workload, cluster: Cluster) -> float:
+    if workload.precision == "fp8":
+        return cluster.device.dense_fp8_flops_per_second or np.nan
+    precision: Precision = workload.precision
+    return cluster.device.peak_flops_per_second(precision) or np.nan
+
+
+def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
+    """The parts of a step."""
+    shape, run = inputs.shape, inputs.run
+    device = Device(inputs.rates, inputs.fabric, known)
+    micro = _micro(inputs, known)
+    each = _units(shape, device, micro, run)
+    place = _slowest(shape, run, each)
+    rank = each.layer.times(place.layers) + each.embedding.times(place.embedding) + each.head.times(place.head)
+    work = rank.forward + rank.backward
+    host = np.maximum(0.0, work.kernels * known.kernel_seconds - work.seconds)
+    busy = work.seconds + host
+    m = run.micro_batches
+    held = _held(shape, run, place)
+    windows = Windows(m * busy, rank.forward.seconds, rank.backward.seconds)
+    data = data_seconds(run, held, windows, inputs.fabric, known)
+    nodes = run.pp * run.data_ranks * run.tp / inputs.fabric.per_node
+    return {
+        "matmul": m * work.matmul,
+        "attention": m * work.attention,
+        "memory_bound": m * work.memory_bound,
+        "tensor_parallel": m * work.tensor_parallel,
+        "context_parallel": m * work.context_parallel,
+        "expert": m * work.expert,
+        "host": m * host + known.step_seconds,
+        "bubble": _bubble(run, each, busy),
+        "pipeline_transfers": _transfers(inputs, micro, known),
+        "data_parallel": data + waiting_seconds(m * busy, nodes, known),
+        "optimizer": optimizer_seconds(run, held, inputs.rates, known),
+        "offload": offload_seconds(run, held, known),
+    }
+
+
+def _micro(inputs: Inputs, known: TimeConstants) -> Micro:
+    shape, run, fabric = inputs.shape, inputs.run, inputs.fabric
+    passes = np.where(run.compiled > 0, known.pointwise_passes_compiled, known.pointwise_passes)
+    return Micro(
+        tokens=run.micro_batch * shape.sequence / run.cp,
+        micro_batch=run.micro_batch,
+        tp=run.tp,
+        cp=run.cp,
+        ep=run.ep,
+        spread=np.where(run.sequence_parallel > 0, run.tp, 1.0),
+        passes=passes,
+        kernels=known.kernels_per_layer * np.where(run.compiled > 0, known.kernels_compiled, 1.0)
+        + known.kernels_per_collective * (run.tp > 1),
+        learning=run.learning,
+        fused_attention=run.fused_attention,
+        logit_bytes=np.where(run.fused_loss > 0, 4.0, 12.0),
+        tensor=Group.of(run.tp, np.ones(1), fabric),
+        context=Group.of(run.cp, run.tp, fabric),
+        experts=Group.of(run.ep, run.tp, fabric),
+    )
+
+
+class Units(NamedTuple):
+    """One micro-batch through a mean layer, through the embedding, and through the head with any prediction layers."""
+
+    layer: Passes
+    embedding: Passes
+    head: Passes
+
+    def seconds(self, unit: Passes) -> Floats:
+        return unit.forward.seconds + unit.backward.seconds
+
+
+def _units(shape: Shape, device: Device, micro: Micro, run: Run) -> Units:
+    dense = _recomputed(dense_layer(shape, device, micro), run)
+    layer, last = dense, dense
+    if np.any(shape.moe_layers > 0):
+        sparse = _recomputed(moe_layer(shape, device, micro), run)
+        share = shape.moe_layers / shape.layers
+        layer = dense.times(1 - share) + sparse.times(share)
+        has = np.where(shape.moe_layers > 0, 1.0, 0.0)
+        last = dense.times(1 - has) + sparse.times(has)
+    top = head(shape, device, micro)
+    more = last.times(shape.prediction_layers) + top.times(shape.prediction_layers)
+    return Units(layer, embedding(shape, device, micro), top + more)
+
+
+def _recomputed(layer: Passes, run: Run) -> Passes:
+    """Full: the forward once more, with its collectives. Selective: norms, activations and the scores of attention."""
+    full, some = np.where(run.recompute == FULL, 1.0, 0.0), np.where(run.recompute == SELECTIVE, 1.0, 0.0)
+    f = layer.forward
+    none = np.zeros(1)
+    light = Work(none, f.attention * (1 - run.fused_attention), f.memory_bound, none, none, none, f.kernels / 2)
+    return Passes(f, layer.backward + f.times(full) + light.times(some))
+
+
+class Place(NamedTuple):
+    """What the slowest rank of a pipeline has: layers, and the embedding and the head or not."""
+
+    layers: Floats
+    embedding: Floats
+    head: Floats
+
+
+def _slowest(shape: Shape, run: Run, each: Units) -> Place:
+    """The first rank, with a layer more where they do not divide, or the last one with the head; all of it when alone."""
+    layer, top, bottom = (each.seconds(unit) for unit in (each.layer, each.head, each.embedding))
+    stages = run.pp * run.stages_per_rank
+    fewest = np.floor(shape.layers / stages)
+    longer = shape.layers - fewest * stages
+    first = fewest * run.stages_per_rank + np.ceil(longer / run.pp)
+    last = fewest * run.stages_per_rank + np.floor(longer / run.pp)
+    alone = run.pp == 1
+    # Under zbv the first rank holds the last stage too.
+    folded = (run.schedule == ZBV) & ~alone
+    at_end = (last * layer + top > first * layer + bottom) & ~folded
+    one = np.ones(1)
+    return Place(
+        layers=np.where(alone, shape.layers, np.where(at_end, last, first)),
+        embedding=np.where(alone | ~at_end, one, 0.0),
+        head=np.where(alone | at_end | folded, one, 0.0),
+    )
+
+
+def _bubble(run: Run, each: Units, busy: Floats) -> Floats:
+    """Seconds that the slowest rank waits while the pipeline fills and empties: (pp - 1) / v of its micro-batch.
+
+    With its weight gradients put off, interleaved-zb waits for a third of that, zbv not at all once there are 2 pp
+    micro-batches (arXiv 2401.10241, tables 2 and 5; tests hold both against the tables in plan/schedules.py).
+    """
+    share = np.select([run.schedule == INTERLEAVED_ZB, run.schedule == ZBV], [1 / 3, 0.0], 1.0)
+    return (run.pp - 1) / run.stages_per_rank * busy * share
+
+
+def _transfers(inputs: Inputs, micro: Micro, known: TimeConstants) -> Floats:
+    """Hidden states to the next stage and their gradients back, split over tensor parallel ranks where they are."""
+    run, shape = inputs.run, inputs.shape
+    stride = run.tp * run.data_ranks
+    moved = micro.tokens * shape.hidden / micro.spread * inputs.rates.element_bytes
+    group = Group.of(run.pp, stride, inputs.fabric)
+    one = collective("send", moved, group, inputs.fabric, known)
+    each = run.micro_batches * run.stages_per_rank * (1 - known.transfers_hidden) + (run.pp - 1)
+    return 2 * each * one
+
+
+def _held(shape: Shape, run: Run, place: Place) -> Held:
+    """Numbers that the slowest rank trains."""
+    share = np.where(shape.layers > 0, shape.moe_layers / shape.layers, 0.0)
+    block = (1 - share) * shape.dense_parameters + share * shape.moe_parameters
+    ends = place.embedding * shape.embedding_parameters + place.head * shape.head_parameters
+    experts = place.layers * share * shape.experts * shape.expert_parameters / (run.ep * run.tp)
+    return Held(run.trained * (place.layers * block + ends) / run.tp, run.trained * experts, place.layers)
+
+
+def spread(inputs: Inputs, parts: dict[str, Floats], known: TimeConstants) -> Floats:
+    """Half the width of the 80 % interval of the logarithm of the seconds: causes add up as squares."""
+    total = np.sum(
+        [np.broadcast_to(part, np.broadcast_shapes(*(p.shape for p in parts.values()))) for part in parts.values()],
+        axis=0,
+    )
+    run = inputs.run
+    world = run.pp * run.data_ranks * run.tp
+    blind = (world > inputs.fabric.per_node) & (inputs.network_known == 0)
+    variance = (
+        known.interval_base**2
+        + blind * known.interval_network**2
+        + (inputs.guessed > 0) * known.interval_recompute**2
+        + (parts["host"] / total * known.interval_host) ** 2
+        + (inputs.shape.moe_layers > 0) * known.interval_experts**2
+    )
+    return np.sqrt(variance)
