@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -27,10 +32,22 @@ from shardwise.regions import Region, Split, part
 BatchNorm = _BatchNorm
 Dropout = _DropoutNd
 
-# A mode that sees every operator with its arguments, below autograd.
-OperatorMode = TorchDispatchMode
+
+class OperatorMode(TorchDispatchMode):
+    """Sees every operator with its arguments, below autograd. Nothing is compiled under it: torch's guard for that,
+    two more calls around each operator, is left out."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 # The operator behind every `.item()`, `.tolist()` and `bool()` of a tensor.
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
+# The operator behind `.device` of a tensor without data.
+ASKS_DEVICE = torch.ops.prim.device.default
+# What an operator raises that would have to look at a number.
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -101,9 +118,19 @@ def active_without_data() -> Any:
     return detect_fake_mode()
 
 
+def device_without_data(tensor: Any) -> torch.device:
+    """The device that a tensor without data stands for; `.device` asks every mode for it, some times an operator."""
+    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
 def lacks_data(tensor: Any, mode: Any) -> bool:
     """Whether a tensor was made under this mode, or from one that was."""
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
+
+
+def load_split_backward() -> None:
+    """Import what the next two functions use, which takes a second and makes a tensor: a mode would count it."""
+    import torch.distributed.pipelining._backward  # noqa: F401
 
 
 def backward_to_input(
@@ -260,3 +287,33 @@ def gather_into(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
 def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
     """This rank's part of the sum of all ranks' wholes; as `gather_into`."""
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, whole, group=group)
+
+
+class LayoutsWorkedOut:
+    """`with LayoutsWorkedOut() as layouts:` `layouts.under_way` is true while DTensor works out a result's shape.
+
+    It makes whole tensors without data for that alone, and a mode sees them as if the program had made them.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = False
+
+    def __enter__(self) -> "LayoutsWorkedOut":
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        self.before = before = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def noticed(propagator: Any, schema: Any) -> Any:
+            self.under_way = True
+            try:
+                return before(propagator, schema)
+            finally:
+                self.under_way = False
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = noticed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = self.before  # type: ignore[method-assign]

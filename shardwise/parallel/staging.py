@@ -54,6 +54,23 @@ class _BlocksPassed(Exception):
         self.hidden = hidden
 
 
+_imagined = [0]
+
+
+@contextmanager
+def imagined() -> Iterator[None]:
+    """Around what is computed for its shapes alone, without data: a dry run, which counts bytes, leaves it out."""
+    _imagined[0] += 1
+    try:
+        yield
+    finally:
+        _imagined[0] -= 1
+
+
+def is_imagined() -> bool:
+    return _imagined[0] > 0
+
+
 class Passage:
     """The forward that is under way in a root, for the holes, stubs and gates in it."""
 
@@ -100,7 +117,7 @@ class Hole(nn.Module):
         key = (args[0].shape, args[0].dtype, args[0].device, passage.mode)
         if key not in self.cached:
             self.cached.clear()
-            with passage.mode, torch.no_grad():
+            with passage.mode, imagined(), torch.no_grad():
                 self.cached[key] = torch.empty(key[0], dtype=key[1], device=key[2])
         passage.expected = self.cached[key]
         return (passage.expected,) if passage.in_tuples else passage.expected
@@ -144,7 +161,7 @@ class Stub(nn.Module):
     def _without_data(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         shell = self.shell[0]
         device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
-        with self.passage.mode, torch.no_grad():
+        with self.passage.mode, imagined(), torch.no_grad():
             tensors = {
                 name: torch.empty(t.shape, dtype=t.dtype, device=device)
                 for name, t in [*shell.named_parameters(), *shell.named_buffers()]

@@ -4,29 +4,23 @@ parallelize, accumulate, the agreement, clipping and the optimizer are the engin
 is not there. An empty update comes first, so that the step is what every later one is: optimizer states exist.
 """
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
 from shardwise.data.micros import MicroBatch
-from shardwise.errors import BadInput, ShardwiseError
-from shardwise.models.decoder import Decoder
-from shardwise.optimizer import build as optimizers
 from shardwise.parallel.parallelize import parallel_of, parallelize
 from shardwise.parallel.pipeline import Shape
-from shardwise.plan import check
-from shardwise.plan.check import Violation
+from shardwise.plan import check, schedules
 from shardwise.plan.plan import Plan
 from shardwise.plan.rule_of_thumb import usable_bytes
-from shardwise.train import setup
-from shardwise.train.loss import LossFunction, named
+from shardwise.torch_private import load_split_backward
+from shardwise.train.loss import named
 from shardwise.train.step import (
-    Inputs,
     Layout,
     Work,
     accumulate,
@@ -39,37 +33,31 @@ from shardwise.train.step import (
     scale_gradients,
     squares,
 )
-from shardwise.units import format_bytes
-from shardwise.verify import agreement
+from shardwise.verify import agreement, repeats
 from shardwise.verify.agreement import Call
 from shardwise.verify.distinct import Distinct, distinct_ranks, micro_batch_sizes, split_lengths
-from shardwise.verify.fake_world import FakeWire, FakeWorld
+from shardwise.verify.failure import Doing, RunFailed, rank_in_words, told
+from shardwise.verify.fake_world import FakeWorld, KnownShapes
+from shardwise.verify.fits import fits
 from shardwise.verify.live_bytes import Watch
-from shardwise.verify.values import DryRun, LiveBytes, RankRun
+from shardwise.verify.repeats import Mark
+from shardwise.verify.subject import Subject, subject_of
+from shardwise.verify.values import DryRun, PhaseBytes, RankRun
 
-Batch = Callable[[int], Any]  # samples -> a batch of fake tensors
 
+class Ran(NamedTuple):
+    """What a rank's step left: bytes by phase, calls, the marks between micro-batches, and what the engine assumed."""
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """What is trained: how to build it on meta, its batches, its loss, its optimizer."""
-
-    build: Callable[[], nn.Module]
-    batch: Batch
-    loss: LossFunction
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    inputs: Inputs | str = "auto"
-
-    @property
-    def splits_vocabulary(self) -> bool:
-        """Whether its loss takes logits split over the vocabulary; the Trainer asks the same."""
-        return bool(getattr(self.loss, "takes_vocabulary_shards", False))
+    phases: tuple[PhaseBytes, ...]
+    calls: list[Call]
+    marks: list[Mark]
+    said: tuple[str, ...]
 
 
 def dry_run(plan: Plan, subject: Subject | None = None) -> DryRun:
     """Run each distinct rank of `plan`; what would end the run is in its violations and mismatches.
 
-    `subject` absent: the decoder that the plan's arch describes. Raises: BadInput for a plan without an arch.
+    `subject` absent: what the plan's recipe trains. Raises: BadInput for a plan whose model is not in it.
     """
     started = time.perf_counter()
     world, limit = plan.decision.mesh.world, usable_bytes(plan.cluster, plan.decision.mesh.world)
@@ -77,21 +65,19 @@ def dry_run(plan: Plan, subject: Subject | None = None) -> DryRun:
     if refused:
         return DryRun(world, limit, (), (), refused, (), time.perf_counter() - started)
     eager, said = as_run(plan)
-    subject = subject or decoder_subject(eager)
-    lengths = split_lengths(plan.arch) if plan.arch is not None else _lengths(subject)
-    runs, calls, failed = list[RankRun](), dict[int, list[Call]](), list[Violation]()
-    kinds, shapes = distinct_ranks(eager, lengths), dict[int, list[Shape]]()
-    names = loss_layout(eager, subject)
-    for kind in kinds:
-        try:
-            run, crossed = run_rank(eager, subject, kind, names, shapes)
-        except ShardwiseError as error:
-            failed.append(Violation("runs", f"rank {kind.rank}: {error.what}", error.why, error.fix))
-            break
-        runs.append(run)
-        calls[kind.rank] = crossed
-    mismatches = agreement.mismatches(plan.decision.mesh, kinds, calls) if not failed else ()
-    found = tuple(failed) or fits(plan, runs, limit)
+    subject = subject or subject_of(eager)
+    runs, calls = list[RankRun](), dict[int, list[Call]]()
+    shapes, also = dict[Hashable, Shape](), list[str]()
+    try:
+        kinds, names = distinct_ranks(eager, _lengths(eager, subject)), loss_layout(eager, subject)
+        for kind in kinds:
+            run, calls[kind.rank], assumed = run_rank(eager, subject, kind, names, shapes)
+            runs.append(run)
+            also += assumed
+        mismatches, found = agreement.mismatches(plan.decision.mesh, kinds, calls), fits(plan, runs, limit)
+    except RunFailed as failed:
+        mismatches, found = (), (failed.violation,)
+    said = (*said, *dict.fromkeys(also))
     return DryRun(world, limit, tuple(runs), mismatches, found, said, time.perf_counter() - started)
 
 
@@ -104,42 +90,27 @@ def as_run(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     return msgspec.structs.replace(plan, decision=decision), tuple(said)
 
 
-def decoder_subject(plan: Plan) -> Subject:
-    """Our decoder with fake tokens of the plan's shape. Raises: BadInput where the plan's model is the user's own."""
-    arch = plan.arch
-    if arch is None:
-        raise BadInput(
-            "This plan's model is a module of your own, which the plan does not hold.",
-            fix="call shardwise.verify.dry_run.dry_run(plan, subject) with it, a sample batch and its loss",
-        )
-    length = min(plan.recipe.data.sequence_length, arch.max_sequence_length)
-
-    def batch(samples: int) -> Any:
-        tokens = torch.zeros((samples, length), dtype=torch.int64)
-        return {"tokens": tokens, "labels": torch.zeros_like(tokens)}
-
-    return Subject(
-        build=lambda: Decoder(arch),
-        batch=batch,
-        loss=setup.next_token_loss,
-        optimizer=lambda module: optimizers.build(plan.recipe.optimizer, module),
-    )
-
-
-def _lengths(subject: Subject) -> tuple[int, ...]:
-    with torch.device("meta"):
+def _lengths(plan: Plan, subject: Subject) -> tuple[int, ...]:
+    if plan.arch is not None:
+        return split_lengths(plan.arch)
+    with told("Every rank", Doing("the module is built on meta")), torch.device("meta"):
         return tuple(sorted({length for p in subject.build().parameters() for length in p.shape}))
 
 
 def loss_layout(plan: Plan, subject: Subject) -> Layout:
     """The names that the loss function gives, from the whole module on meta: in a pipeline one stage alone knows them.
 
-    Raises: what forward and the loss raise for these shapes.
+    Raises: RunFailed for what forward and the loss raise for these shapes.
     """
-    with torch.device("meta"), torch.no_grad():
-        module, batch = subject.build(), subject.batch(1)
+    doing = Doing("the module is built on meta")
+    with told("Every rank", doing), torch.device("meta"), torch.no_grad():
+        module = doing.module = subject.build()
+        doing.what = "a batch goes through the whole module on meta"
+        batch = subject.batch(1)
         args, kwargs = call_inputs(module, subject.inputs)(batch)
-        losses = named(subject.loss(module(*args, **kwargs), batch))
+        outputs = module(*args, **kwargs)
+        doing.what = "the loss is computed from the outputs of the whole module"
+        losses = named(subject.loss(outputs, batch))
     metrics = [metric for loss in losses.values() for metric in sorted(loss.metrics)]
     return Layout(list(losses), list(dict.fromkeys(metrics)), [loss.weight for loss in losses.values()])
 
@@ -149,16 +120,51 @@ def run_rank(
     subject: Subject,
     kind: Distinct,
     names: Layout,
-    shapes: dict[int, list[Shape]],
+    shapes: dict[Hashable, Shape],
     world: type[FakeWorld] = FakeWorld,
-) -> tuple[RankRun, list[Call]]:
-    """One rank through the engine; `shapes` of hidden tensors are kept from stage to stage. Raises: what it raises."""
-    started = time.perf_counter()
+) -> tuple[RankRun, list[Call], list[str]]:
+    """One rank through the engine: its run, its calls, and what was assumed.
+
+    Micro-batches that repeat what others do are seen twice and not run again. `shapes` of hidden tensors are kept from
+    stage to stage. Raises: RunFailed.
+    """
+    started, mesh, said = time.perf_counter(), plan.decision.mesh, list[str]()
+    sizes = micro_batch_sizes(plan, mesh.data_coord(kind.rank))
+    coord = mesh.coord(kind.rank)
+    short = repeats.enough(plan.decision) if len(set(sizes)) == 1 else len(sizes)
+    ran = _through_the_engine(plan, subject, kind.rank, names, shapes, world, sizes, short)
+    calls = ran.calls
+    if short < len(sizes):
+        period = repeats.found(plan.decision, coord.pp, short, ran.marks, ran.calls)
+        if period is None:
+            ran = _through_the_engine(plan, subject, kind.rank, names, shapes, world, sizes, len(sizes))
+            calls = ran.calls
+        else:
+            calls = repeats.whole(period, ran.marks, ran.calls)
+            said.append(
+                f"{short} of {len(sizes)} micro-batches of a rank are run: those between make the same calls and hold "
+                "the same bytes, which was seen twice in a row"
+            )
+    seconds = time.perf_counter() - started
+    rows = agreement.in_rows(mesh, calls)
+    run = RankRun(kind.rank, coord, len(kind.stands_for), ran.phases, rows, seconds)
+    return run, calls, [*said, *ran.said]
+
+
+def _through_the_engine(
+    plan: Plan, subject: Subject, rank: int, names: Layout, shapes: dict[Hashable, Shape],
+    world: type[FakeWorld], sizes: Sequence[int], count: int,
+) -> Ran:  # fmt: skip
+    """A step in which `count` of the micro-batches run; the others are there, and wait."""
     mesh = plan.decision.mesh
     plan = msgspec.structs.replace(plan)  # each rank's own: one pipeline a plan is what the engine allows a process
-    with world(kind.rank, mesh.world) as fake:
+    if plan.decision.schedule in schedules.SPLIT_BACKWARD:
+        load_split_backward()
+    doing = Doing("the module is built")
+    with world(rank, mesh.world) as fake, told(rank_in_words(rank, mesh.coord(rank), mesh.degrees), doing):
         with torch.device("meta"):
-            module = subject.build()
+            module = doing.module = subject.build()
+        doing.what = "the module is split and gets its storage"
         module = parallelize(
             module,
             plan,
@@ -169,32 +175,32 @@ def run_rank(
         parallel = parallel_of(module)
         parallel.layouts[loss_key(subject.loss, training=True)] = names
         if parallel.pipeline is not None:
-            parallel.pipeline.wire = FakeWire(parallel.mesh, shapes)
+            parallel.pipeline.shapes = KnownShapes(shapes)
+        doing.what = "the optimizer is built, and updates once"
         optimizer = subject.optimizer(module)
         fake.watch.built(module)
         without_update(optimizer)
         fake.watch.states(optimizer)
-        # Shapes of hidden tensors cross in the first step alone.
-        steps = 1 if parallel.pipeline is None else 2
-        sizes = micro_batch_sizes(plan, mesh.data_coord(kind.rank))
-        train(module, optimizer, subject, [lambda n=size: subject.batch(n) for size in sizes], fake.watch, steps)
-        phases, calls = fake.watch.ledger.phases(), fake.watch.traffic.calls
-    seconds = time.perf_counter() - started
-    run = RankRun(
-        kind.rank, mesh.coord(kind.rank), len(kind.stands_for), phases, agreement.in_rows(mesh, calls), seconds
-    )
-    return run, calls
+        batches = [lambda n=size: subject.batch(n) for size in sizes]
+        train(module, optimizer, subject, batches, fake.watch, run=count, doing=doing)
+        said = parallel.tensor.why if parallel.tensor is not None else ()
+        return Ran(fake.watch.ledger.phases(), list(fake.watch.traffic.calls), list(fake.watch.marks), said)
 
 
 class _WatchedWork(Work):
     """Tells the watch which phase the step is in, as `accumulate` does to whoever catches its errors."""
 
     watch: Watch | None = None
+    doing: Doing | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "phase" and self.watch is not None:
-            self.watch.enter("forward" if value == "forward" else "backward")
+        if name != "phase" or self.watch is None or self.doing is None:
+            return
+        self.watch.enter("forward" if value == "forward" else "backward")
+        self.doing.what = f"the step is in its {value}"
+        if value in ("forward", "backward"):
+            self.watch.mark()
 
 
 def train(
@@ -204,21 +210,30 @@ def train(
     batches: Sequence[Callable[[], Any]],
     watch: Watch,
     steps: int = 1,
+    run: int | None = None,
+    doing: Doing | None = None,
 ) -> None:
-    """Steps of the Trainer's own parts on the same batches; the last one is measured."""
+    """Steps of the Trainer's own parts on the same batches; the last one is measured.
+
+    `run`: how many of the batches are trained on; all exist. `doing` is kept up to date.
+    """
+    doing = doing or Doing("")
     parallel = parallel_of(module)
     watch.built(module)
-    micros = [MicroBatch(make(), 1.0, 1) for make in batches]
+    watch.sharded([module, *(parallel.pipeline.stages.values() if parallel.pipeline is not None else ())])
+    waiting = [MicroBatch(make(), 1.0, 1) for make in batches]
+    watch.given([micro.batch for micro in waiting])
     norm_limit = parallel.plan.recipe.optimizer.clip_norm
     clip = None if norm_limit == "off" else norm_limit
     with watch.hooks():
         for number in range(1, steps + 1):
             optimizer.zero_grad(set_to_none=True)
             watch.begin()
-            work = _WatchedWork(module, micros, subject.loss, call_inputs(module, subject.inputs), number)
-            work.watch = watch
+            work = _WatchedWork(module, waiting[:run], subject.loss, call_inputs(module, subject.inputs), number)
+            work.watch, work.doing = watch, doing
             sums = accumulate(parallel, work)
             watch.enter("optimizer")
+            doing.what = "the ranks agree and the optimizer updates"
             watch.gradients(module.parameters())
             outcome, extra = agree(parallel, sums, [squares(parallel)])
             norm = float(extra[0]) ** 0.5 / divisor(outcome)
@@ -237,43 +252,3 @@ def without_update(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def fits(plan: Plan, runs: Sequence[RankRun], limit: int) -> tuple[Violation, ...]:
-    """A violation where the fullest rank's peak is above what a rank may use, with the numbers by category."""
-    fullest = max(runs, key=lambda run: run.peak.live.total)
-    peak = fullest.peak
-    if peak.live.total <= limit:
-        return ()
-    parts = sorted(((getattr(peak.live, name), name) for name in LiveBytes.__struct_fields__), reverse=True)
-    listed = ", ".join(f"{name} {format_bytes(size)}" for size, name in parts if size)
-    fix, apply = _smaller(plan, parts[0][1])
-    return (
-        Violation(
-            rule="peak_fits",
-            what=f"{format_bytes(peak.live.total)} of live tensors at the peak of rank {fullest.rank} "
-            f"({peak.phase}), {format_bytes(limit)} usable on {plan.cluster.device.name}.",
-            why=f"{listed}; what a dry run does not cover comes on top",
-            fix=fix,
-            apply=apply,
-        ),
-    )
-
-
-def _smaller(plan: Plan, largest: str) -> tuple[str, dict[str, str | int] | None]:
-    """What to change where this category is the largest."""
-    decision = plan.decision
-    if largest in ("activations", "other", "communication"):
-        if decision.micro_batch > 1:
-            half = decision.micro_batch // 2
-            return f"batch.micro_batch = {half}", {"batch.micro_batch": half}
-        if decision.recompute != "full":
-            return 'train.plan.recompute = "full"', {"train.plan.recompute": "full"}
-        return "a larger train.plan.tp, or a shorter data.sequence_length", None
-    if decision.zero < 3 and decision.mesh.pp == 1 and decision.mesh.data_parallel > 1:
-        return 'train.plan.zero = 3 and dp_shard = "auto"', {
-            "train.plan.zero": 3,
-            "train.plan.dp_shard": "auto",
-            "train.plan.dp_replicate": "auto",
-        }
-    return "more devices, or a smaller model", None

@@ -12,6 +12,7 @@ What a program learns from other ranks or from a tensor's value has to be made u
 Modules are built and wrapped on meta with real meshes; tensors without data come in where they get their storage.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise import ranks
-from shardwise.errors import BadInput, ModelError
-from shardwise.parallel.device_mesh import Mesh
-from shardwise.parallel.pipeline import Shape, Wire
+from shardwise.errors import BadInput
+from shardwise.parallel.pipeline import Shape
 from shardwise.torch_private import OperatorMode, fake_store, forget_layouts, without_data
 from shardwise.verify.live_bytes import Watch
 
@@ -99,24 +99,24 @@ def one(tensor: torch.Tensor) -> float | int | bool:
     return True if tensor.dtype is torch.bool else 1
 
 
-class FakeWire(Wire):
-    """A pipeline's wire that knows what shapes others send. `sent`: by the sender's place, kept from rank to rank."""
+class KnownShapes(dict[Hashable, Shape]):
+    """A pipeline's shapes of hidden tensors as they are after the first step: none crosses any more.
 
-    def __init__(self, mesh: Mesh, sent: dict[int, list[Shape]]) -> None:
-        super().__init__(mesh)
-        self.sent = sent
-        self.taken: dict[int, int] = {}
+    `everywhere`: what the ranks before this one gave, kept from rank to rank. A stage whose sender comes later (in an
+    interleaved schedule) takes what this rank gives for a batch of the same shapes.
+    """
 
-    def send_shape(self, shape: Shape, receiver: int) -> tuple[Any, torch.Tensor]:
-        self.sent.setdefault(self.here, []).append(shape)
-        return super().send_shape(shape, receiver)
+    def __init__(self, everywhere: dict[Hashable, Shape]) -> None:
+        super().__init__()
+        self.everywhere = everywhere
 
-    def receive_shape(self, sender: int) -> Shape:
-        """Raises: ModelError where no stage has sent anything yet."""
-        super().receive_shape(sender)
-        known = self.sent.get(sender) or self.sent.get(self.here)
-        if not known:
-            raise ModelError("A stage receives before any stage sends.", fix="run the ranks from the first stage on")
-        position = self.taken.get(sender, 0)
-        self.taken[sender] = position + 1
-        return known[min(position, len(known) - 1)]
+    def get(self, key: Any, default: Any = None) -> Any:
+        """`key`: the receiving stage, the mode, the batch's shapes."""
+        found = super().get(key) or self.everywhere.get(key)
+        alike = (shape for other, shape in self.everywhere.items() if other[1:] == key[1:])  # type: ignore[index]
+        return found or next(alike, default)
+
+    def setdefault(self, key: Any, shape: Any = None) -> Any:
+        """What this rank gave before, or the same again; never `shape` itself, which would be news to the receiver."""
+        self.everywhere[key] = shape
+        return Shape(*super().setdefault(key, shape))

@@ -12,17 +12,29 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise.torch_private import READS_A_NUMBER, OperatorMode, parameter_slots, storage_resizes, tree_leaves
+from shardwise.parallel.staging import is_imagined
+from shardwise.torch_private import (
+    ASKS_DEVICE,
+    READS_A_NUMBER,
+    LayoutsWorkedOut,
+    OperatorMode,
+    device_without_data,
+    gathered,
+    parameter_slots,
+    storage_resizes,
+    tree_leaves,
+)
+from shardwise.verify.repeats import Mark
 from shardwise.verify.traffic import Traffic
 from shardwise.verify.values import CATEGORIES, PHASES, LiveBytes, Phase, PhaseBytes
 
-# Where a storage is several things, the first of these counts.
-PRECEDENCE = ("parameters", "gradients", "states", "gathered", "activations", "communication", "other")
-_OTHER = PRECEDENCE.index("other")
+# Where a storage is several things, the first of these counts. Given: batches and buffers, saved for backward or not.
+PRECEDENCE = ("given", "parameters", "gradients", "states", "gathered", "activations", "communication", "other")
 _STANDS_AT_ITS_END = ("built", "rest")
 
 
@@ -37,6 +49,7 @@ class Ledger:
         self._first = 0  # of the marks that count
         self._sizes: list[int] = []
         self._numbers: dict[int, int] = {}  # of live storages, by identity
+        self.live = self.most = 0  # now, and the most since `most` was set back
 
     def enter(self, phase: Phase) -> None:
         if phase != self.phase:
@@ -53,11 +66,13 @@ class Ledger:
             tensor = tensor.to_local()
         storage, rank = tensor.untyped_storage(), PRECEDENCE.index(kind)
         number = self._numbers.get(id(storage))
+        if number is None and tensor.device.type == "meta":
+            return  # no memory anywhere
         if number is None:
             number = self._numbers[id(storage)] = len(self.kinds)
             self.kinds.append(rank)
             self._sizes.append(storage.nbytes())
-            self.changes.append((number, storage.nbytes()))
+            self._change(number, storage.nbytes())
             weakref.finalize(storage, self._died, id(storage)).atexit = False
         elif rank < self.kinds[number]:
             self.kinds[number] = rank
@@ -65,12 +80,17 @@ class Ledger:
     def resized(self, storage: Any) -> None:
         number = self._numbers.get(id(storage))
         if number is not None and storage.nbytes() != self._sizes[number]:
-            self.changes.append((number, storage.nbytes() - self._sizes[number]))
+            self._change(number, storage.nbytes() - self._sizes[number])
             self._sizes[number] = storage.nbytes()
 
     def _died(self, identity: int) -> None:
         number = self._numbers.pop(identity)
-        self.changes.append((number, -self._sizes[number]))
+        self._change(number, -self._sizes[number])
+
+    def _change(self, number: int, more: int) -> None:
+        self.changes.append((number, more))
+        self.live += more
+        self.most = max(self.most, self.live)
 
     def phases(self) -> tuple[PhaseBytes, ...]:
         """The fullest moment of each phase that was entered; of `built` and `rest` their last."""
@@ -92,7 +112,9 @@ class Ledger:
 
 
 def _named(by_kind: list[int]) -> LiveBytes:
-    return LiveBytes(**{name: by_kind[PRECEDENCE.index(name)] for name in CATEGORIES})
+    sizes = {name: by_kind[PRECEDENCE.index(name)] for name in CATEGORIES}
+    sizes["other"] += by_kind[PRECEDENCE.index("given")]
+    return LiveBytes(**sizes)
 
 
 class Watch(OperatorMode):
@@ -104,7 +126,19 @@ class Watch(OperatorMode):
     def __init__(self, number_for: Callable[[torch.Tensor], Any] | None = None) -> None:
         super().__init__()
         self.ledger, self.traffic, self.number_for = Ledger(), Traffic(), number_for
+        self.marks: list[Mark] = []
+        self._sharded: list[FSDPModule] = []
+        self._layouts = LayoutsWorkedOut()
         self._hooked: Any = WeakIdKeyDictionary()  # tensors compare by value, so no WeakSet
+
+    def __enter__(self) -> "Watch":
+        self._layouts.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._layouts.__exit__(*error)
 
     def enter(self, phase: Phase) -> None:
         self.ledger.enter(phase)
@@ -114,16 +148,30 @@ class Watch(OperatorMode):
         """Forget what came before, but not what is live: the step that counts begins."""
         self.ledger.begin()
         self.traffic.calls.clear()
+        self.marks.clear()
         self.enter("forward")
 
+    def mark(self) -> None:
+        """Here a forward or a backward of a micro-batch begins."""
+        for unit in self._sharded:
+            for gradient in gathered(unit)[1]:
+                self.ledger.see(gradient, "gradients")
+        ledger = self.ledger
+        self.marks.append(Mark(len(self.traffic.calls), ledger.live, ledger.most))
+        ledger.most = ledger.live
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if operator is ASKS_DEVICE:
+            return device_without_data(args[0])  # more than half of all calls, and it makes nothing
+        if DTensor in types:
             return NotImplemented  # it takes itself apart, and its local operators come here
         if self.number_for is not None and operator is READS_A_NUMBER:
             return self.number_for(args[0])
         if self.number_for is not None and operator is torch.ops.aten.equal.default:
             return True
         result = operator(*args, **(kwargs or {}))
+        if self._layouts.under_way or is_imagined():
+            return result
         crossing = self.traffic.note(operator, args, result)
         # In a backward pass autograd records only where a forward is run again.
         again = self.ledger.phase == "backward" and torch.is_grad_enabled()
@@ -151,6 +199,8 @@ class Watch(OperatorMode):
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         """What stands in a parameter's slot now: itself, or a copy that is whole or of another dtype."""
+        if is_imagined():
+            return
         for tensor in parameter_slots(module).values():
             if tensor is not None:
                 self.ledger.see(tensor, "gathered")
@@ -162,9 +212,19 @@ class Watch(OperatorMode):
             self.ledger.see(parameter, "parameters")
             self.gradient_of(parameter)
         for buffer in module.buffers():
-            self.ledger.see(buffer)
+            self.ledger.see(buffer, "given")
         if self.ledger.phase == "built":
             self.enter("rest")
+
+    def sharded(self, roots: Iterable[nn.Module]) -> None:
+        """Whole gradients that their units add up from micro-batch to micro-batch are then known as such."""
+        units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]
+        self._sharded = list(dict.fromkeys(units))
+
+    def given(self, batch: Any) -> None:
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                self.ledger.see(leaf, "given")
 
     def gradient_of(self, tensor: torch.Tensor) -> None:
         """Count this leaf's gradient as one from where it is made."""
