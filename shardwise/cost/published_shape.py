@@ -77,7 +77,7 @@ def _preset_as_reported(known: Arch, reported: Reported, layers: int) -> Arch:
 
 def _ruled(reported: Reported, facts: Facts, hidden: int, layers: int, unknown: set[str]) -> Arch:
     """A shape without a preset: GPT's or Llama's, whichever the words and the parameter count say."""
-    heads = reported.whole("heads") or _usual_heads(hidden, reported.whole("tp") or 1, unknown)
+    heads = reported.whole("heads") or _guessed_heads(hidden, reported.whole("tp") or 1, facts, unknown)
     ffn = reported.whole("ffn")
     if ffn is None:
         unknown.add("ffn")
@@ -92,10 +92,13 @@ def _ruled(reported: Reported, facts: Facts, hidden: int, layers: int, unknown: 
     return _nearest(styles, reported.number("params_b"))
 
 
-def _usual_heads(hidden: int, tp: int, unknown: set[str]) -> int:
-    """Of the counts that divide the width and that tp divides, the one whose heads are nearest to 128 wide."""
+def _guessed_heads(hidden: int, tp: int, facts: Facts, unknown: set[str]) -> int:
+    """Of the counts that the words leave open ('64 or 96'), else of those that divide the width and that tp divides, the
+    one whose heads are nearest to 128 wide."""
     unknown.add("heads")
-    counts = [count for count in range(tp, hidden + 1, tp) if hidden % count == 0] or [1]
+    said = re.search(r"heads not stated \((\d+) or (\d+)\)", facts.lines)
+    possible = [int(count) for count in said.groups()] if said else range(tp, hidden + 1, tp)
+    counts = [count for count in possible if hidden % count == 0] or [1]
     return min(counts, key=lambda count: abs(math.log(hidden / count / 128)))
 
 

@@ -75,6 +75,7 @@ def _sweep(each: Regret) -> str:
 def _skipped(score: Score) -> list[str]:
     if not score.skipped:
         return [f"scored all {score.rows} rows"]
-    reasons: Sequence[tuple[str, int]] = Counter(each.reason for each in score.skipped).most_common()
+    # The part before a colon is the rule, what follows is the row's own.
+    reasons: Sequence[tuple[str, int]] = Counter(each.reason.partition(":")[0] for each in score.skipped).most_common()
     head = f"skipped {len(score.skipped)} of {score.rows} rows (--json lists each):"
     return [head, *(f"  {count:>4}  {reason}" for reason, count in reasons)]

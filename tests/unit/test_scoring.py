@@ -175,5 +175,5 @@ def test_the_report_names_every_source_and_every_reason() -> None:
     found = scoring.score(MEASURED, scaled(MEASURED, 1.1))
     text = report.text(found)
     assert all(name in text for name in found.sources)
-    assert all(each.reason in text for each in found.skipped)
+    assert all(each.reason.partition(":")[0] in text for each in found.skipped)
     assert "10.0%" in text
