@@ -9,18 +9,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cost.candidates import SCHEDULES
+from shardwise.cost.bubble import bubble
 from shardwise.cost.workload import Workload
 from shardwise.inputs.arch import Arch
 from shardwise.plan.space import Table
 
 Reals = NDArray[np.float64]
 
-# Parts of a step that a rank computes by itself or with its tensor-parallel group.
-COMPUTED = ("matmul", "attention", "memory_bound", "tensor_parallel")
+# Parts of a step that a rank computes by itself or with those that it shares samples, positions or experts with.
+COMPUTED = ("matmul", "attention", "memory_bound", "tensor_parallel", "context_parallel", "expert")
 # Parts that depend on who holds what; all others are a shape's own, whatever its split.
 OF_THE_SPLIT = ("data_parallel", "optimizer", "offload")
-INTERLEAVED = SCHEDULES.index("interleaved-1f1b")
 
 
 # Bytes that a shape's samples take, whatever its split.
@@ -38,7 +37,8 @@ def expert_parameters(arch: Arch) -> int:
     """Of all experts of all layers: what expert parallel shares out."""
     if arch.experts is None:
         return 0
-    return arch.moe_layers * arch.experts.count * arch.expert_parameters()
+    blocks = arch.moe_layers + (arch.prediction_layers if arch.moe_layers else 0)
+    return blocks * arch.experts.count * arch.expert_parameters()
 
 
 def states_floor(workload: Workload, table: Table) -> Reals:
@@ -97,16 +97,13 @@ def compute_floor(table: Table, whole_model: HasParts) -> Reals:
 
     The slowest rank takes no less than the mean.
     """
-    return _sum([whole_model.parts[part] for part in COMPUTED]) / table["pp"]
+    return _sum([whole_model.parts[part] for part in COMPUTED if part in whole_model.parts]) / table["pp"]
 
 
 def pipeline_floor(table: Table, computed: Reals) -> Reals:
-    """`computed` with the least bubble of the schedule: (pp - 1) / (m v) of it; none under zero bubble.
-
-    Source: arXiv 2104.04473, section 2.2. `table` has pipelines; `computed` is of its rows.
-    """
-    idle = (table["pp"] - 1) / (table["accumulation"] * table["stages_per_rank"])
-    return np.asarray(computed * (1 + np.where(table["schedule"] <= INTERLEAVED, idle, 0.0)))
+    """`computed` with the waiting that the schedule brings. `table` has pipelines; `computed` is of its rows."""
+    waiting = bubble(table["schedule"], table["pp"], table["stages_per_rank"], table["accumulation"])
+    return np.asarray(computed * (1 + waiting / table["accumulation"]))
 
 
 def without_split(step: HasParts) -> Reals:

@@ -18,7 +18,8 @@ from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
 from shardwise.plan import bounds, engine, space
 from shardwise.plan.bounds import Reals
-from shardwise.plan.space import Table, Task
+from shardwise.plan.space import Table
+from shardwise.plan.subject import Subject
 
 # The first look is small: it finds a good plan, which spares most of the rest. Later ones are as large as caches like.
 FIRST_CORES, MOST_CORES, ROWS = 32, 512, 8192
@@ -27,19 +28,25 @@ DISTINCT = ("pp", "tp", "cp", "ep", "zero", "recompute", "offload")
 
 
 class MemoryParts(bounds.HasParts, Protocol):
-    """What `cost.memory.memory` answers: bytes of the fullest rank's device, and the interval's upper end."""
+    """What `cost.memory.memory` answers: bytes of the fullest rank's device and the ends of their 80 % interval."""
 
     @property
     def device(self) -> Reals: ...
+    @property
+    def low(self) -> Reals: ...
     @property
     def high(self) -> Reals: ...
 
 
 class StepParts(bounds.HasParts, Protocol):
-    """What `cost.step.step` answers: seconds."""
+    """What `cost.step.step` answers: seconds and the ends of their 80 % interval."""
 
     @property
     def seconds(self) -> Reals: ...
+    @property
+    def low(self) -> Reals: ...
+    @property
+    def high(self) -> Reals: ...
 
 
 class CostModel(NamedTuple):
@@ -47,16 +54,6 @@ class CostModel(NamedTuple):
 
     memory: Callable[[Workload, Cluster, Candidates], MemoryParts]
     step: Callable[[Workload, Cluster, Candidates], StepParts]
-
-
-class Subject(NamedTuple):
-    """What is planned: the work, the machines, the space, bytes that a rank may use; and whether the engine runs it."""
-
-    workload: Workload
-    cluster: Cluster
-    task: Task
-    limit: float
-    runs: bool = True
 
 
 class Ranked(NamedTuple):

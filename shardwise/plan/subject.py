@@ -1,0 +1,99 @@
+"""The Subject of a search: recipe, model and machines as the cost model and the space take them. No torch."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES
+from shardwise.cost.workload import SHARDWISE_FP32, SHARDWISE_MIXED, Stack, Workload
+from shardwise.inputs.arch import Arch
+from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.recipe import PlanRequest, Recipe
+from shardwise.plan import rule_of_thumb, space
+from shardwise.plan.space import Task
+from shardwise.units import MIB
+
+
+class Subject(NamedTuple):
+    """What is planned: the work, the machines, the space, bytes that a rank may use; and whether the engine runs it."""
+
+    workload: Workload
+    cluster: Cluster
+    task: Task
+    limit: float
+    runs: bool = True
+
+
+def of(
+    recipe: Recipe, arch: Arch, cluster: Cluster, *, world: int | None = None, fixed: Mapping[str, int] | None = None
+) -> Subject:
+    """`world`: the ranks that came; absent, the recipe or the cluster decides. `fixed` beside what the recipe fixes.
+
+    All GPUs are used where some degrees make them all; a batch too small for that has as many ranks as samples.
+    Raises: RecipeError where the global batch is not a whole number of samples.
+    """
+    batch = rule_of_thumb.global_batch(recipe)
+    precision, _ = rule_of_thumb.precision_of(recipe, cluster)
+    each = rule_of_thumb.bytes_per_parameter(precision, recipe.optimizer)
+    ranks, _ = rule_of_thumb.world_of(recipe, cluster, world, batch, arch.parameters(), each)
+    together = {**fixed_by(recipe, cluster), **(fixed or {})}
+    task = _task(recipe, arch, cluster, cluster.devices if _all_gpus(recipe, cluster, world) else ranks, together)
+    if task.world != ranks and next(space.meshes(task), None) is None:
+        task = _task(recipe, arch, cluster, ranks, together)
+    workload = Workload(arch, recipe.data.sequence_length, batch, precision, stack_of(precision, each.states))
+    runs = not arch.engine_problem() and recipe.model.hf is None
+    return Subject(workload, cluster, task, limit_of(cluster, task.world), runs)
+
+
+def _all_gpus(recipe: Recipe, cluster: Cluster, world: int | None) -> bool:
+    asked = recipe.train.devices != "auto" or rule_of_thumb.fixed_world(recipe) is not None
+    return cluster.kind == "gpu" and world is None and not asked
+
+
+def _task(recipe: Recipe, arch: Arch, cluster: Cluster, ranks: int, fixed: Mapping[str, int]) -> Task:
+    micro = recipe.batch.micro_batch
+    return Task(
+        arch=arch,
+        sequence_length=recipe.data.sequence_length,
+        global_batch=rule_of_thumb.global_batch(recipe),
+        world=ranks,
+        devices_per_node=ranks if cluster.kind == "cpu" else cluster.node.devices,
+        most_micro_batch=None if micro == "auto" else micro,
+        fixed_length=recipe.data.length_is_known,
+        fixed=fixed,
+    )
+
+
+def stack_of(precision: str, states: int) -> Stack:
+    """How this engine holds parameters. `states`: bytes of the optimizer's, a parameter."""
+    stack = SHARDWISE_FP32 if precision == "fp32" else SHARDWISE_MIXED
+    if precision == "fp64":
+        stack = Stack("shardwise", weights=0, masters=8, gathered=8, gradients=8, reduced=8, states=states)
+    return msgspec.structs.replace(stack, states=states)
+
+
+def limit_of(cluster: Cluster, ranks: int) -> float:
+    """Bytes that a rank may use: all of a GPU's, as the model counts context and allocator too; a share of a host's."""
+    return cluster.device.hbm_bytes if cluster.kind == "gpu" else rule_of_thumb.usable_bytes(cluster, ranks)
+
+
+def fixed_by(recipe: Recipe, cluster: Cluster) -> dict[str, int]:
+    """The columns that a recipe fixes. On CPU cores blocks are not compiled unasked: it costs more than it gives."""
+    fixed: dict[str, int] = {"compiled": 0} if cluster.kind == "cpu" else {}
+    model, request = recipe.model, recipe.train.plan
+    if model.sequence_parallel != "auto" or model.roles:
+        fixed["sequence_parallel"] = int(model.sequence_parallel is True)
+    if not isinstance(request, PlanRequest):
+        return fixed
+    fixed |= {name: getattr(request, name) for name in ("pp", "cp", "tp", "ep")}
+    fixed |= {"recompute": RECOMPUTE.index(request.recompute), "offload": OFFLOAD.index(request.offload)}
+    wished = {name: getattr(request, name) for name in ("dp_replicate", "dp_shard", "zero", "stages_per_rank")}
+    fixed |= {name: value for name, value in wished.items() if value != "auto"}
+    if request.schedule != "auto":
+        fixed["schedule"] = SCHEDULES.index(request.schedule)
+    if request.compile != "auto":
+        fixed["compiled"] = int(request.compile == "blocks")
+    if request.bucket_cap_mb != "auto":
+        fixed["bucket_bytes"] = request.bucket_cap_mb * MIB
+    return fixed
