@@ -1,12 +1,13 @@
 """A row of the space as what the engine obeys, and back. No torch."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES
+from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, Candidates
 from shardwise.plan.estimate import Estimate
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Decision
@@ -14,6 +15,7 @@ from shardwise.plan.space import DEFAULT_BUCKET, Table
 from shardwise.units import MIB
 
 COMPILE = ("off", "blocks")
+COLUMNS = tuple(field.name for field in fields(Candidates))
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

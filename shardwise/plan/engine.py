@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from shardwise.plan import combinations
 from shardwise.plan.combinations import COMPILE, DATA, RECOMPUTE, SCHEDULES, TENSOR, Cell
+from shardwise.plan.plan import Decision
 from shardwise.plan.space import Column, Table
 
 Flags = NDArray[np.bool_]
+LATER = {"cp": "context parallel", "ep": "expert parallel"}
 
 
 @functools.cache
@@ -42,6 +44,18 @@ def may_run(table: Table) -> Flags:
     else:
         some = np.any(_composes(), axis=(0, 1))[*options]
     return np.asarray(some & _axes_run(table))
+
+
+def reasons(decision: Decision) -> tuple[str, ...]:
+    """Why this engine does not run a decision: empty where it does."""
+    found = [
+        f"{name} = {degree}: {LATER[name]} is planned only"
+        for name in LATER
+        if (degree := getattr(decision.mesh, name)) > 1
+    ]
+    if decision.offload != "none":
+        found.append(f"offload = {decision.offload}: no offload yet")
+    return (*found, *(one.why for one in combinations.refusals(combinations.cell_of(decision))))
 
 
 def _axes_run(table: Table) -> Flags:

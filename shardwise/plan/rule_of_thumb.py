@@ -139,9 +139,9 @@ def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: i
     arch = shape if isinstance(shape, Arch) else None
     parameters = shape.parameters() if isinstance(shape, Arch) else shape
     batch = global_batch(recipe)
-    precision, why_precision = _precision(recipe, cluster)
+    precision, why_precision = precision_of(recipe, cluster)
     per_parameter = bytes_per_parameter(precision, recipe.optimizer)
-    ranks, why_world = _world(recipe, cluster, world, batch, parameters, per_parameter)
+    ranks, why_world = world_of(recipe, cluster, world, batch, parameters, per_parameter)
     request = recipe.train.plan if isinstance(recipe.train.plan, PlanRequest) else None
     if request is None:
         mesh, zero, why_mesh = _auto_mesh(ranks, shape, cluster, per_parameter)
@@ -249,7 +249,8 @@ def parameters_of_a_rank(shape: Arch | int | None, mesh: MeshShape, schedule: st
     return max(held)
 
 
-def _precision(recipe: Recipe, cluster: Cluster) -> tuple[Precision, str]:
+def precision_of(recipe: Recipe, cluster: Cluster) -> tuple[Precision, str]:
+    """The precision that trains, and why."""
     asked = recipe.train.precision
     if asked != "auto":
         return asked, f"{asked}: asked for"
@@ -267,7 +268,7 @@ def has_no_bf16(cluster: Cluster) -> bool:
     return device.kind == "gpu" and known and device.dense_bf16_flops_per_second is None
 
 
-def _world(
+def world_of(
     recipe: Recipe,
     cluster: Cluster,
     world: int | None,
@@ -280,7 +281,7 @@ def _world(
         return world, (f"{world} {_plural(world, 'rank')}: as started",)
     if recipe.train.devices != "auto":
         return recipe.train.devices, (f"{recipe.train.devices} devices: asked for by train.devices",)
-    fixed = _fixed_world(recipe)
+    fixed = fixed_world(recipe)
     if fixed is not None:
         return fixed, (f"{fixed} {_plural(fixed, 'rank')}: the product of the degrees in train.plan",)
     ranks, reason = cluster.devices, f"all of {cluster.name}"
@@ -297,7 +298,8 @@ def _world(
     return ranks, (f"{ranks} {_plural(ranks, 'rank')}, one a {kind}: {reason}",)
 
 
-def _fixed_world(recipe: Recipe) -> int | None:
+def fixed_world(recipe: Recipe) -> int | None:
+    """The ranks that the degrees in train.plan make; None where some are left open."""
     request = recipe.train.plan
     if request == "auto" or request.dp_replicate == "auto" or request.dp_shard == "auto":
         return None

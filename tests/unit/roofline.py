@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.cost.bubble import bubble
 from shardwise.cost.candidates import Candidates
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
@@ -19,6 +20,14 @@ class Seconds:
     def seconds(self) -> Reals:
         return np.sum(list(self.parts.values()), axis=0)
 
+    @property
+    def low(self) -> Reals:
+        return 0.9 * self.seconds
+
+    @property
+    def high(self) -> Reals:
+        return 1.2 * self.seconds
+
 
 @dataclass(frozen=True)
 class Bytes:
@@ -27,6 +36,10 @@ class Bytes:
     @property
     def device(self) -> Reals:
         return np.sum(list(self.parts.values()), axis=0)
+
+    @property
+    def low(self) -> Reals:
+        return 0.95 * self.device
 
     @property
     def high(self) -> Reals:
@@ -44,15 +57,15 @@ def step(workload: Workload, cluster: Cluster, c: Candidates) -> Seconds:
     memory_bound = matmul * np.where(c.compiled, 0.1, 0.2)
     hidden_bytes = 2 * tokens * arch.hidden_size * arch.num_layers / c.pp
     tensor = np.where(c.tp > 1, 8 * hidden_bytes * (1 - 1 / c.tp) / 3e11, 0) * np.where(c.sequence_parallel, 1, 1.1)
-    least = np.where(c.schedule <= 3, (c.pp - 1) / (c.accumulation * c.stages_per_rank), 0.02 * (c.pp > 1))
-    bubble = (1.1 * matmul + memory_bound + tensor) * least
+    waiting = bubble(c.schedule, c.pp, c.stages_per_rank, c.accumulation) / c.accumulation
+    waited = (1.1 * matmul + memory_bound + tensor) * waiting
     transfers = np.where(c.pp > 1, 2 * hidden_bytes / arch.num_layers * c.stages / 5e10, 0)
     held = arch.parameters() / (c.pp * c.tp)
     passes = np.array([2.0, 2.0, 2.2, 3.0])[c.zero] + 1e-9 * c.bucket_bytes / 2**20
     data = np.where(c.data_parallel > 1, passes * 2 * held / np.where(c.dp_replicate > 1, 4e10, 5e10), 0)
     parts = {
         "matmul": matmul, "attention": 0.1 * matmul, "memory_bound": memory_bound, "tensor_parallel": tensor,
-        "bubble": bubble, "pipeline_transfers": transfers, "data_parallel": data,
+        "bubble": waited, "pipeline_transfers": transfers, "data_parallel": data,
         "optimizer": held / np.where(c.zero >= 1, c.dp_shard, 1) * 28 / 2e12,
         "offload": np.array([0.0, 1.0, 4.0])[c.offload] * held * 16 / 2e10,
     }  # fmt: skip

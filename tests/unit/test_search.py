@@ -12,8 +12,9 @@ from shardwise.cost.workload import Trainable, Workload
 from shardwise.inputs.arch import Experts, preset
 from shardwise.inputs.hardware import parse_cluster
 from shardwise.plan import bounds, engine, space
-from shardwise.plan.search import DISTINCT, CostModel, Found, Ranked, Subject, candidates, search
+from shardwise.plan.search import DISTINCT, CostModel, Found, Ranked, candidates, search
 from shardwise.plan.space import Task
+from shardwise.plan.subject import Subject
 from tests.unit.roofline import ROOFLINE
 
 CLUSTER = parse_cluster("8xp5.48xlarge")
