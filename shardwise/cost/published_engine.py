@@ -25,6 +25,9 @@ PURE = Stack("all in 16 bits", weights=2, masters=0, gathered=2, gradients=2, re
 SINGLE = Stack("all in 32 bits", weights=0, masters=4, gathered=4, gradients=4, reduced=4, states=8)
 
 
+# How a cell says that it does not say.
+UNSAID = r"|-|\?|n/?a|unstated|unknown|not stated"
+
 # Words that doubt a figure of their own row.
 DOUBTS = {
     "n_gpus": r"n_gpus=\d+ assumed",
@@ -73,14 +76,14 @@ def zero_of(reported: Reported, facts: Facts, dp: int, world: int, unknown: set[
     stage = _stage(said)
     if stage is None:
         raise Unusable(f"zero_stage_or_fsdp = {said!r} is not a sharding known here")
-    if not said and dp > 1:
+    if re.fullmatch(UNSAID, said) and dp > 1:
         unknown.add("zero_stage_or_fsdp")
     if stage == 0:
         return 0, 1
-    group = re.search(r"(?:shard(?: group)?|group)\s*=?\s*(\d+)", said)
+    group = re.search(r"(?:shard(?: group)?|group)\s*=?\s*(\d+)|hsdp\D*\d+\s*x\s*(\d+)", said)
     copies = facts.count(r"dp_?replicate\s*=\s*(\d+)")
     if group or copies:
-        shard = int(group.group(1)) if group else dp // max(1, copies or 1)
+        shard = int(group.group(1) or group.group(2)) if group else dp // max(1, copies or 1)
     elif re.search(r"hsdp|hybrid", said):
         shard = reported.whole("gpus_per_node") or 8
         unknown.add("dp_shard")
@@ -90,11 +93,12 @@ def zero_of(reported: Reported, facts: Facts, dp: int, world: int, unknown: set[
 
 
 def _stage(said: str) -> int | None:
-    numbered = re.search(r"(?:zero|stage)[-_ ]?([0-3])", said) or re.fullmatch(r"([0-3])", said)
+    numbered = re.search(r"(?:zero|stage)[-_ ]?([0-3])", said) or re.match(r"([0-3])\b", said)
     if numbered:
         return int(numbered.group(1))
     rules = (
-        (r"^(none|no|off|)$", 0), (r"shard_grad_op|optim_grads(?!_params)", 2), (r"optim_grads_params|fsdp|hsdp", 3),
+        (r"^(none|no|off)\b|no_shard", 0), (f"^({UNSAID})$", 0), (r"shard_grad_op|optim_grads(?!_params)", 2),
+        (r"optim_grads_params|fsdp|hsdp|full_shard|fully sharded|hybrid_shard", 3),
         (r"dist\w*[-_ ]?opt|:optim$", 1), (r"ddp|replicat", 0),
     )  # fmt: skip
     return next((stage for pattern, stage in rules if re.search(pattern, said)), None)
@@ -204,9 +208,9 @@ def _base_bytes(reported: Reported, facts: Facts) -> float:
 def recompute_of(reported: Reported, unknown: set[str]) -> str:
     """'full(recipe default)' is full. Selective of attention is selective; of other modules it is too, but unknown."""
     said = reported.text("recompute").lower()
-    if said.startswith("full"):
+    if said.startswith("full") or said in ("yes", "true", "on", "all"):
         return "full"
-    if said.startswith("selective"):
+    if said.startswith(("selective", "sac", "partial")):
         if "(" in said and "attn" not in said:
             unknown.add("recompute")
         return "selective"
@@ -262,7 +266,7 @@ def memory_kind_of(facts: Facts, unknown: set[str]) -> MemoryKind:
         return "device"
     if facts.found(r"allocated|peak active"):
         return "allocated"
-    if facts.found(r"\breserved\b"):
+    if facts.found(r"reserved"):
         return "reserved"
     unknown.add("memory_kind")
     return "allocated"

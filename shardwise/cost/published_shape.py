@@ -93,8 +93,10 @@ def _ruled(reported: Reported, facts: Facts, hidden: int, layers: int, unknown: 
 
 
 def _guessed_heads(hidden: int, tp: int, facts: Facts, unknown: set[str]) -> int:
-    """Of the counts that the words leave open ('64 or 96'), else of those that divide the width and that tp divides, the
-    one whose heads are nearest to 128 wide."""
+    """Of the counts that the words leave open ('64 or 96') the one whose heads are nearest to 128 wide.
+
+    Without such words, of the counts that divide the width and that tp divides.
+    """
     unknown.add("heads")
     said = re.search(r"heads not stated \((\d+) or (\d+)\)", facts.lines)
     possible = [int(count) for count in said.groups()] if said else range(tp, hidden + 1, tp)

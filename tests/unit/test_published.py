@@ -91,7 +91,8 @@ def test_tokens_a_second_give_the_step(tmp_path: Path) -> None:
         ("0", 0, 1), ("none", 0, 1), ("ddp", 0, 1), ("zero0", 0, 1), ("zero1", 1, 4), ("ddp+dist-opt(recipe)", 1, 4),
         ("zero1(dist-optimizer)", 1, 4), ("zero1(shard group=2)", 1, 2), ("zero2", 2, 4), ("zero3(DeepSpeed)", 3, 4),
         ("fsdp2(zero3)", 3, 4), ("fsdp1_full(zero3)", 3, 4), ("SHARD_GRAD_OP", 2, 4), ("hsdp(shard=2)", 3, 2),
-        ("megatron-fsdp:optim_grads_params", 3, 4), ("3", 3, 4),
+        ("megatron-fsdp:optim_grads_params", 3, 4), ("3", 3, 4), ("no_shard", 0, 1),
+        ("hsdp(2x2)", 3, 2), ("unstated", 0, 1), ("full_shard", 3, 4),
     ],
 )  # fmt: skip
 def test_words_for_sharding(tmp_path: Path, said: str, zero: int, shard: int) -> None:
