@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.plan import choice, engine, space
+from shardwise.plan.bounds import Reals
 from shardwise.plan.choice import Choice
 from shardwise.plan.estimate import Estimate, Interval
 from shardwise.plan.search import CostModel, candidates
@@ -53,6 +54,11 @@ def estimate(subject: Subject, model: CostModel, table: Table) -> list[Estimate]
     return found
 
 
+def needed(subject: Subject, model: CostModel, table: Table) -> Reals:
+    """Bytes with which each row fits for sure: the upper end of the interval."""
+    return model.memory(subject.workload, subject.cluster, candidates(table)).high
+
+
 class _Speed(NamedTuple):
     """What turns seconds of a step into tokens a second and device, and those into a utilisation."""
 
@@ -96,7 +102,7 @@ def nearest(subject: Subject, model: CostModel) -> Table:
         plans = space.with_splits(task, space.with_pipelines(task, space.rows(cores, np.array([index]))))
         if len(plans["pp"]):
             plans = space.rows(plans, plans["offload"] == plans["offload"].max())
-            needed = model.memory(subject.workload, subject.cluster, candidates(plans)).high
-            if needed.min() < fewest:
-                fewest, best = float(needed.min()), space.rows(plans, np.array([np.argmin(needed)]))
+            bytes_each = needed(subject, model, plans)
+            if bytes_each.min() < fewest:
+                fewest, best = float(bytes_each.min()), space.rows(plans, np.array([np.argmin(bytes_each)]))
     return best

@@ -46,3 +46,9 @@ def _parse(text: str) -> tuple[str, int]:
     if not value.isdecimal() or int(value) < 1:
         raise RecipeError(f"--fix {text!r}: {value!r} is no whole number above 0.", fix=f"--fix {name}=2")
     return COUNTS[name], int(value) * (MIB if name == "bucket_cap_mb" else 1)
+
+
+def name_of(column: str) -> str:
+    """What a user calls a column."""
+    names = {column: name for name, column in COUNTS.items()} | {column: name for name, (column, _) in WORDS.items()}
+    return names[column]

@@ -1,0 +1,128 @@
+"""The planner's front door: a Plan for a recipe, a model and machines, by the search where the model's shape is known.
+
+What the user wrote down by hand (train.plan as a table) and modules of unknown shape are filled in by the rule of
+thumb; its plan also stands beside the searched ones. No torch.
+"""
+
+import importlib.metadata
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shardwise.inputs.arch import Arch
+from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.recipe import Recipe
+from shardwise.plan import choice, evaluate, rule_of_thumb, search
+from shardwise.plan.choice import Choice
+from shardwise.plan.plan import Plan
+from shardwise.plan.questions import Question
+from shardwise.plan.search import CostModel, Found
+from shardwise.plan.subject import Subject, of
+from shardwise.units import format_bytes, format_seconds
+
+
+class Searched(NamedTuple):
+    """What a search found: plans best first, of all and of those that the engine runs; and how long it took."""
+
+    question: Question
+    subject: Subject
+    found: Found
+    best: tuple[Choice, ...]
+    running: tuple[Choice, ...]
+    seconds: float
+
+    @property
+    def candidates(self) -> tuple[Choice, ...]:
+        """At most as many as asked for, best first. Planned-only ones are told where they are faster than what runs.
+
+        At most half of them, so that what runs is seen; all of them where nothing runs.
+        """
+        top = self.found.best.most
+        faster = [one for one in self.best if one.planned_only] if self.running else list(self.best)
+        if self.running:
+            limit = self.running[0].estimate.step_seconds
+            faster = [one for one in faster if one.estimate.step_seconds < limit][: top // 2]
+        told = [*faster, *self.running[: top - len(faster)]][:top]
+        return tuple(sorted(told, key=lambda one: one.estimate.step_seconds))
+
+
+def costs() -> CostModel:
+    """The cost model: imported when something is planned."""
+    from shardwise.cost.memory import memory
+    from shardwise.cost.step import step
+
+    return CostModel(memory, step)
+
+
+def searched(
+    question: Question, model: CostModel, top: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> Searched:
+    """Search, and say what each of the best plans takes."""
+    start = clock()
+    subject = question.subject()
+    found = search.search(subject, model, top)
+    seconds = clock() - start
+    best = evaluate.choices(subject, model, found.best.table)
+    return Searched(question, subject, found, best, evaluate.choices(subject, model, found.running.table), seconds)
+
+
+def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: int | None = None) -> Plan:
+    """The Plan that the engine obeys: the fastest that it runs and that fits for sure; else the rule of thumb's.
+
+    Raises: RecipeError where the global batch is not a whole number of samples.
+    """
+    by_hand = recipe.train.plan != "auto"
+    known = isinstance(shape, Arch) and cluster.device.peak_flops_per_second("fp32") is not None
+    if by_hand or not known or not isinstance(shape, Arch) or not recipe.data.length_is_known:
+        return rule_of_thumb.plan(recipe, shape, cluster, world=world)
+    subject, model = of(recipe, shape, cluster, world=world), costs()
+    found = search.search(subject, model, top=1)
+    running = evaluate.choices(subject, model, found.running.table)
+    if not running:
+        return rule_of_thumb.plan(recipe, shape, cluster, world=world)
+    return plan_of(recipe, shape, cluster, running[0], reasons(subject, found, running[0], recipe))
+
+
+def plan_of(recipe: Recipe, arch: Arch, cluster: Cluster, chosen: Choice, why: tuple[str, ...]) -> Plan:
+    """The Plan of a Choice."""
+    version = importlib.metadata.version("shardwise")
+    return Plan(recipe, cluster, chosen.decision, why, arch=arch, shardwise_version=version, estimate=chosen.estimate)
+
+
+def reasons(subject: Subject, found: Found, chosen: Choice, recipe: Recipe) -> tuple[str, ...]:
+    """Why this plan: what was searched, what it takes, what bounds it."""
+    estimate = chosen.estimate
+    slowest = sorted(estimate.seconds.items(), key=lambda part: -part[1])[:2]
+    parts = " and ".join(f"{share(seconds, estimate.step_seconds)} {words(name)}" for name, seconds in slowest)
+    fullest = max(estimate.memory.items(), key=lambda part: part[1])
+    low, high = estimate.step_seconds_interval
+    runs = "the fastest of those that this engine runs and that fit" if subject.runs else "the fastest that fits"
+    return (
+        f"{runs}, of {found.searched:,} plans searched for {subject.task.world} ranks",
+        f"a step takes about {format_seconds(estimate.step_seconds)} (80 %: {format_seconds(low)} to "
+        f"{format_seconds(high)}): {parts}",
+        f"{format_bytes(estimate.memory_bytes)} of {format_bytes(estimate.memory_limit_bytes)} a rank, most of it "
+        f"{words(fullest[0])} ({format_bytes(fullest[1])})",
+        rule_of_thumb.precision_of(recipe, subject.cluster)[1],
+    )
+
+
+def by_thumb(question: Question, subject: Subject, model: CostModel) -> tuple[Plan, Choice | None]:
+    """The rule of thumb's plan for the same ranks, and what it is predicted to take; None where it is no valid plan."""
+    made = rule_of_thumb.plan(question.recipe, question.arch, question.cluster, world=subject.task.world)
+    mesh = made.decision.mesh
+    if mesh.world != subject.task.world or mesh.pp * made.decision.stages_per_rank > question.arch.num_layers:
+        return made, None
+    splits = subject.task.fixed.get("sequence_parallel", 1) == 1
+    table = choice.table([choice.row(made.decision, splits)])
+    return made, evaluate.choices(subject, model, table)[0]
+
+
+def words(part: str) -> str:
+    """A part's name as it stands in a sentence."""
+    return part.replace("_", " ")
+
+
+def share(part: float, whole: float) -> str:
+    """`41 %`."""
+    return f"{100 * part / whole:.0f} %"
