@@ -29,12 +29,14 @@ class TimeConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Those of compute.py, communication.py and step.py; units and origins stand in calibration.toml."""
 
     matmul_share: float
-    matmul_share_unmeasured: float
+    issue_share: float
+    power_share: float
+    power_exponent: float
+    operand_passes: float
     low_precision_share: float
     wave_sharpness: float
     depth_ramp: float
     launch_seconds: float
-    grouped_matmul_share: float
     attention_forward_share: float
     attention_backward_share: float
     attention_head_ramp: float
@@ -60,6 +62,7 @@ class TimeConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_hidden: float
     expert_hidden: float
     transfers_hidden: float
+    transfers_hidden_interleaved: float
     optimizer_passes: float
     kernel_seconds: float
     kernels_per_layer: float
@@ -73,7 +76,6 @@ class TimeConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_bytes_per_second: float
     interval_base: float
     interval_network: float
-    interval_recompute: float
     interval_host: float
     interval_experts: float
 

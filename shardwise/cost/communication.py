@@ -5,7 +5,7 @@ All groups of an axis talk at once, so a device has its own share of the node's 
 `local` members of a node uses the shares of all of them (NCCL's rings; planners.md, section 3, 'Collectives').
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 import numpy as np
@@ -24,22 +24,25 @@ _USUAL_NETWORK = 50e9
 
 @dataclass(frozen=True)
 class Fabric:
-    """Bytes a second and device in one direction, within a node and between nodes, and devices a node."""
+    """Bytes a second and device in one direction, within a node and between nodes (0: not known); devices a node."""
 
     link: Floats
     network: Floats
     per_node: Floats
 
     @classmethod
-    def of(cls, cluster: Cluster, constants: TimeConstants | None = None) -> Self:
-        """Of a cluster; a network that is not known counts as a share of the link, as machines of its kind have."""
-        known = constants or time_constants()
+    def of(cls, cluster: Cluster) -> Self:
+        """Of a cluster, as published or probed."""
         node = cluster.node
-        link = node.link.bytes_per_second or _SHARED_MEMORY_BANDWIDTH
         network = node.network.bytes_per_second if node.network else None
-        if network is None:
-            network = min(_USUAL_NETWORK, link * known.unknown_network_share)
-        return cls(numbers(link), numbers(network), numbers(node.devices))
+        link = node.link.bytes_per_second or _SHARED_MEMORY_BANDWIDTH
+        return cls(numbers(link), numbers(network or 0.0), numbers(node.devices))
+
+    def sustained(self, known: TimeConstants) -> Self:
+        """What transfers get of it. A network that is not known is a share of the link, as machines of its kind have."""
+        usual = np.minimum(_USUAL_NETWORK, self.link * known.unknown_network_share)
+        network = np.where(self.network > 0, self.network, usual)
+        return replace(self, link=self.link * known.link_share, network=network * known.network_share)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def collective_seconds(
 ) -> Floats:
     """Seconds of one collective of `moved` bytes: the whole buffer of a reduction or gather, what a rank sends else."""
     known = constants or time_constants()
-    fabric = Fabric.of(cluster, known)
+    fabric = Fabric.of(cluster).sustained(known)
     return collective(kind, moved, Group.of(size, stride, fabric), fabric, known)
 
 
@@ -89,27 +92,37 @@ def latency(group: Group, known: TimeConstants) -> Floats:
 def network_pace(nodes: Floats, fabric: Fabric, known: TimeConstants) -> Floats:
     """Seconds a byte of one device's share of the network; more nodes share switches and wait for each other."""
     crowd = 1 + known.network_share_per_doubling * np.log2(np.maximum(nodes, 1.0))
-    return crowd / (fabric.network * known.network_share)
+    return crowd / fabric.network
 
 
 def _ring_pace(group: Group, fabric: Fabric, known: TimeConstants) -> Floats:
     """Seconds a byte: the slower of the link and of all local members' shares of the network together."""
-    near = np.where(group.local > 1, 1 / (fabric.link * known.link_share), 0.0)
+    near = np.where(group.local > 1, 1 / fabric.link, 0.0)
     far = np.where(group.nodes > 1, network_pace(group.nodes, fabric, known) / group.local, 0.0)
     return np.maximum(near, far)
+
+
+def nodes_reached(copies: Floats, group: Group) -> Floats:
+    """Share of a token's `copies` that cross to a node, when those for one node go there once.
+
+    Of `copies` sent at random to K nodes, K (1 - (1 - 1/K)^copies) nodes get one. Source: DeepSeek-V3, arXiv 2412.19437,
+    section 3.2.2, and the dispatchers of Megatron-Core that follow it.
+    """
+    reached = group.nodes * (1 - (1 - 1 / group.nodes) ** np.maximum(copies, 1.0))
+    return reached / np.maximum(copies, 1.0)
 
 
 def _all_to_all_pace(group: Group, fabric: Fabric, known: TimeConstants) -> Floats:
     """Seconds a byte sent: what leaves the node goes through the device's own share of the network."""
     away = (group.nodes - 1) / group.nodes
-    near = np.where(group.local > 1, (1 - away) / (fabric.link * known.link_share * known.all_to_all_share), 0.0)
+    near = np.where(group.local > 1, (1 - away) / (fabric.link * known.all_to_all_share), 0.0)
     far = away * network_pace(group.nodes, fabric, known) / known.all_to_all_share
     return np.maximum(near, far)
 
 
 def _send(moved: Floats, group: Group, fabric: Fabric, known: TimeConstants, times: Floats | float) -> Floats:
     """To the next rank of the group: over the link where they share a node, else over the network."""
-    near = 1 / (fabric.link * known.link_share)
-    far = 1 / (fabric.network * known.network_share)
+    near = 1 / fabric.link
+    far = 1 / fabric.network
     pace = np.where(group.local >= group.size, near, far)
     return np.where(group.size > 1, times * known.collective_seconds + moved * pace, 0.0)

@@ -6,7 +6,7 @@ import numpy as np
 
 from shardwise.cost.calibration import TimeConstants
 from shardwise.cost.communication import Fabric, Group, collective
-from shardwise.cost.compute import Floats, Rates
+from shardwise.cost.compute import Floats, Pace
 from shardwise.cost.run_numbers import Run
 
 
@@ -81,11 +81,11 @@ def waiting_seconds(work: Floats, nodes: Floats, known: TimeConstants) -> Floats
     return known.straggling_per_doubling * np.log2(np.maximum(nodes, 1.0)) * work
 
 
-def optimizer_seconds(run: Run, held: Held, rates: Rates, known: TimeConstants) -> Floats:
+def optimizer_seconds(run: Run, held: Held, pace: Pace, known: TimeConstants) -> Floats:
     """Reading gradients for their norm and the update, reading and writing masters and states, writing weights."""
     numbers = _owned(run, held)
     moved = 2 * run.gradients + 2 * (run.masters + run.states) + run.weights
-    return np.where(run.offload > 0, 0.0, known.optimizer_passes * numbers * moved / rates.memory)
+    return np.where(run.offload > 0, 0.0, known.optimizer_passes * numbers * moved * pace.byte)
 
 
 def _owned(run: Run, held: Held) -> Floats:

@@ -8,7 +8,7 @@ import numpy as np
 from shardwise.cost import compute
 from shardwise.cost.calibration import TimeConstants
 from shardwise.cost.communication import Fabric, Group, collective
-from shardwise.cost.compute import Attention, Floats, Rates
+from shardwise.cost.compute import Attention, Floats, Pace
 from shardwise.cost.shape import Projection, Shape
 
 
@@ -83,7 +83,7 @@ class Passes:
 class Device:
     """Where it runs."""
 
-    rates: Rates
+    pace: Pace
     fabric: Fabric
     known: TimeConstants
 
@@ -104,22 +104,22 @@ def projections(each: tuple[Projection, ...], device: Device, micro: Micro, toke
     for p in each:
         n = p.n / np.where(p.n_split > 0, micro.tp, 1.0)
         k = p.k / np.where(p.k_split > 0, micro.tp, 1.0)
-        forward = forward + compute.matmul(device.rates, tokens, n, k, device.known)
-        to_input = compute.matmul(device.rates, tokens, np.where(n > 0, k, 0), n, device.known)
-        to_weight = compute.matmul(device.rates, n, np.where(n > 0, k, 0), tokens, device.known)
+        forward = forward + compute.matmul(device.pace, tokens, n, k, device.known)
+        to_input = compute.matmul(device.pace, tokens, np.where(n > 0, k, 0), n, device.known)
+        to_weight = compute.matmul(device.pace, n, np.where(n > 0, k, 0), tokens, device.known)
         backward = backward + to_input + micro.learning * to_weight
     return forward, backward
 
 
 def pointwise(width: Floats, device: Device, micro: Micro) -> Floats:
     """Seconds of moving `width` numbers a token through memory, in as many passes as the engine needs."""
-    return micro.passes * micro.tokens * width * device.rates.element_bytes / device.rates.memory
+    return micro.passes * micro.tokens * width * device.pace.element_bytes * device.pace.byte
 
 
 def casts(width: Floats, device: Device, micro: Micro) -> Floats:
     """Seconds of writing `width` numbers a token in eight bits before they are multiplied; 0 without fp8."""
-    moved = device.rates.low_precision * device.known.cast_passes * micro.tokens * width * 2
-    return moved / device.rates.memory
+    moved = device.pace.low_precision * device.known.cast_passes * micro.tokens * width * 2
+    return moved * device.pace.byte
 
 
 def attention_half(shape: Shape, device: Device, micro: Micro) -> Passes:
@@ -129,8 +129,8 @@ def attention_half(shape: Shape, device: Device, micro: Micro) -> Passes:
         heads=shape.heads / micro.tp, key_dim=shape.key_dim, value_dim=shape.value_dim, rows=micro.tokens,
         attended=shape.attended, whole=shape.sequence, fused=micro.fused_attention,
     )  # fmt: skip
-    look = compute.attention_forward(device.rates, a, device.known)
-    look_back = compute.attention_backward(device.rates, a, device.known)
+    look = compute.attention_forward(device.pace, a, device.known)
+    look_back = compute.attention_backward(device.pace, a, device.known)
     # Each half: a norm reads and writes, a residual reads twice and writes; positions turn queries and keys.
     width = (shape.norms + 3) * shape.hidden / micro.spread
     width = width + (2 * shape.head_width + shape.key_value_width) / micro.tp
@@ -148,13 +148,13 @@ def attention_half(shape: Shape, device: Device, micro: Micro) -> Passes:
 
 def _tensor(shape: Shape, device: Device, micro: Micro) -> Floats:
     """One reduction of a half's output; with sequence parallelism a gather and a scatter, as many bytes."""
-    moved = micro.tokens * shape.hidden * device.rates.element_bytes
+    moved = micro.tokens * shape.hidden * device.pace.element_bytes
     return (1 - device.known.tensor_hidden) * collective("all_reduce", moved, micro.tensor, device.fabric, device.known)
 
 
 def _context(shape: Shape, device: Device, micro: Micro) -> Floats:
     """Keys and values of all other positions, beside attention."""
-    moved = micro.tokens * micro.cp * shape.key_value_width / micro.tp * device.rates.element_bytes
+    moved = micro.tokens * micro.cp * shape.key_value_width / micro.tp * device.pace.element_bytes
     return collective("all_gather", moved, micro.context, device.fabric, device.known)
 
 
@@ -175,18 +175,18 @@ def _expert_half(shape: Shape, device: Device, micro: Micro) -> Passes:
 
     Each rank of a tensor group sends its own part of the tokens; each rank holds experts / ep of them.
     """
-    known, rates = device.known, device.rates
+    known, pace = device.known, device.pace
     shared, shared_back = projections(shape.shared, device, micro, micro.tokens)
     sent = micro.tokens / micro.tp * shape.experts_per_token
     held = np.maximum(shape.experts / micro.ep, 1.0)
     rows = known.expert_imbalance * sent * micro.tp / held / micro.tp
     up = (1 + shape.gated) * shape.expert_width
-    forward = _experts(rates, held, rows, up, shape, known)
-    to_weight = compute.grouped_matmul(rates, held, up, shape.hidden, rows, known)
-    to_weight = to_weight + compute.grouped_matmul(rates, held, shape.hidden, shape.expert_width, rows, known)
-    moved = sent * shape.hidden * rates.element_bytes
+    forward = _experts(pace, held, rows, up, shape, known)
+    to_weight = compute.grouped_matmul(pace, held, up, shape.hidden, rows, known)
+    to_weight = to_weight + compute.grouped_matmul(pace, held, shape.hidden, shape.expert_width, rows, known)
+    moved = sent * shape.hidden * pace.element_bytes
     travel = 2 * collective("all_to_all", moved, micro.experts, device.fabric, known) * (1 - known.expert_hidden)
-    permuted = 2 * known.permute_passes * moved / rates.memory
+    permuted = 2 * known.permute_passes * moved * pace.byte
     inner = (2 + shape.gated) * (shape.expert_width * shape.experts_per_token) / micro.tp
     narrow = pointwise((shape.norms + 3) * shape.hidden / micro.spread + inner, device, micro)
     cast = casts((shape.hidden + shape.expert_width) * shape.experts_per_token / micro.tp, device, micro)
@@ -199,18 +199,18 @@ def _expert_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     )
 
 
-def _experts(rates: Rates, held: Floats, rows: Floats, up: Floats, shape: Shape, known: TimeConstants) -> Floats:
-    first = compute.grouped_matmul(rates, held, rows, up, shape.hidden, known)
-    return first + compute.grouped_matmul(rates, held, rows, shape.hidden, shape.expert_width, known)
+def _experts(pace: Pace, held: Floats, rows: Floats, up: Floats, shape: Shape, known: TimeConstants) -> Floats:
+    first = compute.grouped_matmul(pace, held, rows, up, shape.hidden, known)
+    return first + compute.grouped_matmul(pace, held, rows, shape.hidden, shape.expert_width, known)
 
 
 def head(shape: Shape, device: Device, micro: Micro) -> Passes:
     """The projection to the vocabulary in 16 bits, and the loss over it."""
     columns, tokens, known = shape.vocab / micro.tp, micro.tokens, device.known
-    forward = compute.matmul(device.rates, tokens, columns, shape.hidden, known, half=True)
-    to_input = compute.matmul(device.rates, tokens, shape.hidden, columns, known, half=True)
-    to_weight = compute.matmul(device.rates, columns, shape.hidden, tokens, known, half=True)
-    loss = known.logit_passes * micro.logit_bytes * tokens * columns / device.rates.memory
+    forward = compute.matmul(device.pace, tokens, columns, shape.hidden, known, half=True)
+    to_input = compute.matmul(device.pace, tokens, shape.hidden, columns, known, half=True)
+    to_weight = compute.matmul(device.pace, columns, shape.hidden, tokens, known, half=True)
+    loss = known.logit_passes * micro.logit_bytes * tokens * columns * device.pace.byte
     tensor, none = _tensor(shape, device, micro), np.zeros(1)
     return Passes(
         Work(forward, none, loss, none, none, none, micro.kernels),

@@ -5,15 +5,16 @@ Sources: the formulas of Megatron-LM (arXiv 2104.04473), zero bubble (arXiv 2401
 each constant's own in calibration.toml.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import numpy as np
 
+from shardwise.cost.bubble import bubble
 from shardwise.cost.calibration import TimeConstants, time_constants
 from shardwise.cost.candidates import RECOMPUTE, SCHEDULES, Candidates
 from shardwise.cost.communication import Fabric, Group, collective
-from shardwise.cost.compute import Floats, Rates, numbers
+from shardwise.cost.compute import Floats, Pace, Rates, numbers
 from shardwise.cost.data_time import Held, Windows, data_seconds, offload_seconds, optimizer_seconds, waiting_seconds
 from shardwise.cost.layer_time import Device, Micro, Passes, Work, dense_layer, embedding, head, moe_layer
 from shardwise.cost.run_numbers import Run
@@ -44,13 +45,6 @@ class Step:
         return np.sum(list(self.parts.values()), axis=0)
 
 
-class Guessed(NamedTuple):
-    """What the inputs do not say and was guessed, so that the interval is wider."""
-
-    recompute: bool = False
-    attention: bool = False
-
-
 @dataclass(frozen=True)
 class Inputs:
     """All that a step's time follows from, as numbers that broadcast: one row, or a row each."""
@@ -60,20 +54,16 @@ class Inputs:
     fabric: Fabric
     run: Run
     network_known: Floats
-    guessed: Floats
 
     @classmethod
-    def of(
-        cls, workload: Workload, cluster: Cluster, plans: Candidates, guessed: Guessed, known: TimeConstants
-    ) -> Self:
+    def of(cls, workload: Workload, cluster: Cluster, plans: Candidates) -> Self:
         """Raises: RecipeError where the device's peak or bandwidth is not known."""
         return cls(
             shape=Shape.of(workload.arch, workload.sequence_length),
-            rates=Rates.of(cluster.device, workload.precision, known),
-            fabric=Fabric.of(cluster, known),
+            rates=Rates.of(cluster.device, workload.precision),
+            fabric=Fabric.of(cluster),
             run=Run.of(workload, plans),
             network_known=numbers(cluster.node.network is not None),
-            guessed=numbers(guessed.recompute or guessed.attention),
         )
 
 
@@ -81,7 +71,6 @@ def step(
     workload: Workload,
     cluster: Cluster,
     candidates: Candidates,
-    guessed: Guessed = Guessed(),
     constants: TimeConstants | None = None,
 ) -> Step:
     """The time of one step of each plan.
@@ -89,7 +78,7 @@ def step(
     Raises: RecipeError where the device's peak or bandwidth is not known.
     """
     known = constants or time_constants()
-    inputs = Inputs.of(workload, cluster, candidates, guessed, known)
+    inputs = Inputs.of(workload, cluster, candidates)
     parts = {
         name: np.broadcast_to(part, len(candidates)).astype(np.float64) for name, part in seconds(inputs, known).items()
     }
@@ -116,7 +105,8 @@ def _dense_peak(workload: Workload, cluster: Cluster) -> float:
 def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
     """The parts of a step."""
     shape, run = inputs.shape, inputs.run
-    device = Device(inputs.rates, inputs.fabric, known)
+    inputs = replace(inputs, fabric=inputs.fabric.sustained(known))
+    device = Device(Pace.of(inputs.rates, known), inputs.fabric, known)
     micro = _micro(inputs, known)
     each = _units(shape, device, micro, run)
     place = _slowest(shape, run, each)
@@ -139,8 +129,9 @@ def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
         "host": m * host + known.step_seconds,
         "bubble": _bubble(run, each, busy),
         "pipeline_transfers": _transfers(inputs, micro, known),
-        "data_parallel": data + waiting_seconds(m * busy, nodes, known),
-        "optimizer": optimizer_seconds(run, held, inputs.rates, known),
+        "data_parallel": data,
+        "waiting": waiting_seconds(m * busy, nodes, known),
+        "optimizer": optimizer_seconds(run, held, device.pace, known),
         "offload": offload_seconds(run, held, known),
     }
 
@@ -230,13 +221,8 @@ def _slowest(shape: Shape, run: Run, each: Units) -> Place:
 
 
 def _bubble(run: Run, each: Units, busy: Floats) -> Floats:
-    """Seconds that the slowest rank waits while the pipeline fills and empties: (pp - 1) / v of its micro-batch.
-
-    With its weight gradients put off, interleaved-zb waits for a third of that, zbv not at all once there are 2 pp
-    micro-batches (arXiv 2401.10241, tables 2 and 5; tests hold both against the tables in plan/schedules.py).
-    """
-    share = np.select([run.schedule == INTERLEAVED_ZB, run.schedule == ZBV], [1 / 3, 0.0], 1.0)
-    return (run.pp - 1) / run.stages_per_rank * busy * share
+    """Seconds that the slowest rank waits while the pipeline fills and empties."""
+    return busy * bubble(run.schedule, run.pp, run.stages_per_rank, run.micro_batches)
 
 
 def _transfers(inputs: Inputs, micro: Micro, known: TimeConstants) -> Floats:
@@ -246,7 +232,8 @@ def _transfers(inputs: Inputs, micro: Micro, known: TimeConstants) -> Floats:
     moved = micro.tokens * shape.hidden / micro.spread * inputs.rates.element_bytes
     group = Group.of(run.pp, stride, inputs.fabric)
     one = collective("send", moved, group, inputs.fabric, known)
-    each = run.micro_batches * run.stages_per_rank * (1 - known.transfers_hidden) + (run.pp - 1)
+    hidden = np.where(run.stages_per_rank > 1, known.transfers_hidden_interleaved, known.transfers_hidden)
+    each = run.micro_batches * run.stages_per_rank * (1 - hidden) + (run.pp - 1)
     return 2 * each * one
 
 
@@ -271,7 +258,6 @@ def spread(inputs: Inputs, parts: dict[str, Floats], known: TimeConstants) -> Fl
     variance = (
         known.interval_base**2
         + blind * known.interval_network**2
-        + (inputs.guessed > 0) * known.interval_recompute**2
         + (parts["host"] / total * known.interval_host) ** 2
         + (inputs.shape.moe_layers > 0) * known.interval_experts**2
     )

@@ -1,0 +1,178 @@
+"""Fit the constants of the time model to measured runs, every family the same weight, and score families left out.
+
+    python benchmarks/fit_cost.py RUNS.csv            what the committed constants reach, by family
+    python benchmarks/fit_cost.py RUNS.csv --rotate   each family predicted by a fit on all the others
+    python benchmarks/fit_cost.py RUNS.csv --write    fit on all and write shardwise/cost/calibration.toml
+
+The fit is a coordinate search in the logarithm of each constant, from the committed values, with a pull towards the
+value it had before any fit: deterministic, no random numbers. The loss of a family is the mean of the error's logarithm
+(as an absolute value, so medians count more than outliers) and a part of its 90th percentile.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cost import calibration
+from shardwise.cost.calibration import TimeConstants
+from shardwise.cost.published import Row, rows
+from shardwise.cost.shape import stacked
+from shardwise.cost.step import Inputs, seconds
+
+Floats = NDArray[np.float64]
+# Of a family at most so many rows, evenly spaced: its weight is the same whatever their number.
+MOST_ROWS = 60
+# Not of a step's seconds, or of nothing that these runs tell apart.
+HELD = ("host_link", "host_memory", "disk_bytes", "interval_", "unknown_network", "multiprocessors", "launch_seconds")
+SHARES = ("_share", "_hidden", "_window", "sharpness", "kernels_compiled")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Measured runs as inputs stacked into arrays."""
+
+    inputs: Inputs
+    measured: Floats
+    family: NDArray[np.str_]
+    rows: tuple[Row, ...]
+
+    def of(self, keep: NDArray[np.intp]) -> "Runs":
+        kept = [self.rows[i] for i in keep]
+        return load(kept)
+
+
+def load(found: Sequence[Row]) -> Runs:
+    usable = [row for row in found if row.measured_seconds and row.workload and row.cluster and row.candidate]
+    each = [Inputs.of(row.workload, row.cluster, row.candidate) for row in usable]
+    whole = stacked([widened(one) for one in each])
+    measured = np.array([row.measured_seconds for row in usable])
+    return Runs(whole, measured, np.array([row.family for row in usable]), tuple(usable))
+
+
+def widened(inputs: Inputs) -> Inputs:
+    return inputs
+
+
+def thinned(found: Sequence[Row]) -> list[Row]:
+    kept = []
+    for family in sorted({row.family for row in found}):
+        same = [row for row in found if row.family == family and row.measured_seconds and row.workload]
+        picked = np.unique(np.linspace(0, len(same) - 1, min(len(same), MOST_ROWS)).astype(int))
+        kept += [same[i] for i in picked]
+    return kept
+
+
+def predicted(runs: Runs, known: TimeConstants) -> Floats:
+    return np.sum([np.broadcast_to(p, runs.measured.shape) for p in seconds(runs.inputs, known).values()], axis=0)
+
+
+def loss_of(runs: Runs, known: TimeConstants, prior: TimeConstants, families: Sequence[str]) -> float:
+    off = np.minimum(np.abs(np.log(predicted(runs, known) / runs.measured)), 1.0)
+    each = []
+    for family in families:
+        mine = off[runs.family == family]
+        each.append(0.5 * np.mean(mine) + 0.3 * np.median(mine) + 0.2 * np.percentile(mine, 90))
+    pull = sum((np.log(getattr(known, n) / getattr(prior, n))) ** 2 for n in fitted_names())
+    weights = np.array([WEIGHTS.get(family, 1.0) for family in families])
+    return float(np.average(each, weights=weights)) + PULL * pull
+
+
+PULL = 0.0006
+# Continuous-integration runs of toy models, mostly in deterministic mode: half of what they take is the host's, and
+# their own repeats differ by a third. They still say something of it, and little of training.
+WEIGHTS = {"megatron-golden": 0.25}
+
+
+def fitted_names() -> list[str]:
+    return [n for n in TimeConstants.__struct_fields__ if not n.startswith(HELD)]
+
+
+def bounded(name: str, value: float) -> float:
+    if any(word in name for word in SHARES) and name not in ("network_share_per_doubling",):
+        return float(np.clip(value, 1e-3, 0.98 if name != "matmul_share" else 1.0))
+    return float(value)
+
+
+def fit(runs: Runs, start: TimeConstants, prior: TimeConstants, rounds: int = 12) -> TimeConstants:
+    families = sorted(set(runs.family.tolist()))
+    known, best = start, loss_of(runs, start, prior, families)
+    steps = dict.fromkeys(fitted_names(), 0.2)
+    for _ in range(rounds):
+        before = best
+        for name in steps:
+            for sign in (1, -1):
+                trial = bounded(name, getattr(known, name) * np.exp(sign * steps[name]))
+                changed = msgspec.structs.replace(known, **{name: trial})
+                value = loss_of(runs, changed, prior, families)
+                if value < best - 1e-7:
+                    known, best = changed, value
+                    steps[name] *= 1.5
+                    break
+            else:
+                steps[name] *= 0.5
+        if before - best < 1e-5 and max(steps.values()) < 0.01:
+            break
+    return known
+
+
+def table(runs: Runs, value: Floats) -> dict[str, tuple[int, float, float, float]]:
+    ratio = value / runs.measured
+    out = {}
+    for family in sorted(set(runs.family.tolist())):
+        r = ratio[runs.family == family]
+        off = np.abs(r - 1)
+        out[family] = (len(r), float(np.median(off)), float(np.percentile(off, 90)), float(np.median(r) - 1))
+    return out
+
+
+def show(found: dict[str, tuple[int, float, float, float]]) -> None:
+    for name, (n, median, p90, bias) in found.items():
+        print(f"{name:18s} {n:5d}  median {median:6.1%}  p90 {p90:6.1%}  bias {bias:+6.1%}")
+    print(f"{'mean':18s}        median {np.mean([v[1] for v in found.values()]):6.1%}  p90 {np.mean([v[2] for v in found.values()]):6.1%}")
+
+
+def write(known: TimeConstants, on: str, path: Path) -> None:
+    text = path.read_text()
+    for name in fitted_names():
+        text = re.sub(
+            rf"(\[time\.{name}\]\nvalue = )[^\n]*(\nunit = [^\n]*\nfitted_on = )[^\n]*",
+            lambda found, name=name: f'{found.group(1)}{getattr(known, name):.4g}{found.group(2)}"{on}"',
+            text,
+        )
+    path.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--rotate", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--rounds", type=int, default=12)
+    arguments = parser.parse_args()
+    found = rows(arguments.runs)
+    start = calibration.time_constants()
+    everything = load(found)
+    if arguments.rotate:
+        value = np.zeros(len(everything.measured))
+        for family in sorted(set(everything.family.tolist())):
+            known = fit(load(thinned([row for row in found if row.family != family])), start, start, arguments.rounds)
+            mine = everything.family == family
+            value[mine] = predicted(everything, known)[mine]
+        show(table(everything, value))
+        return
+    known = start
+    if arguments.write:
+        known = fit(load(thinned(found)), start, start, arguments.rounds)
+        on = f"{arguments.runs.name}: {', '.join(sorted(set(everything.family.tolist())))}"
+        write(known, on, Path(calibration.__file__).with_suffix(".toml"))
+    show(table(everything, predicted(everything, known)))
+
+
+if __name__ == "__main__":
+    main()
