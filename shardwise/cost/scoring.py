@@ -61,11 +61,12 @@ class Regret(msgspec.Struct, frozen=True):
 
 
 class Sweeps(msgspec.Struct, frozen=True):
-    """Of all sweeps."""
+    """Of all sweeps, the largest regret first. by_source: the median of each source's sweeps."""
 
     count: int
     median: float | None
     p90: float | None
+    by_source: Mapping[str, float]
     sweeps: tuple[Regret, ...]
 
 
@@ -204,9 +205,13 @@ def _called_fitting(row: Row, high_bytes: float) -> bool:
 def _sweeps(rows: Sequence[Row], kept: Iterable[int], seconds: Floats) -> Sweeps:
     found = [each for places in sweeps(rows, kept) if (each := _regret(rows, places, seconds)) is not None]
     regrets = [each.regret for each in found]
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for each in found:
+        by_source[each.source].append(each.regret)
     return Sweeps(
         count=len(found), median=float(np.median(regrets)) if regrets else None,
         p90=float(np.percentile(regrets, 90)) if regrets else None,
+        by_source={name: float(np.median(each)) for name, each in sorted(by_source.items())},
         sweeps=tuple(sorted(found, key=lambda each: -each.regret)),
     )  # fmt: skip
 
