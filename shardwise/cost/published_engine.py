@@ -32,6 +32,7 @@ UNSAID = r"|-|\?|n/?a|unstated|unknown|not stated"
 DOUBTS = {
     "n_gpus": r"n_gpus=\d+ assumed",
     "noise": r"p90/p10 = (1\.[2-9]|[2-9])|\bdoubtful\b|doubt tokens",
+    "activation_offload": r"act(ivation)?s? offload|fine[-_]grained[-_]offload",
     "seq_len": r"seq\w* (is a cap|.*shorter)",
 }
 
