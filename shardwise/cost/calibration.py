@@ -10,9 +10,13 @@ Table = TypeVar("Table", bound=msgspec.Struct)
 
 
 class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One number of the model. fitted_on: families of runs, a table of measurements, or the source it was read from."""
+    """One number of the model. prior: what it was before the fit, which the fit is pulled towards.
+
+    fitted_on: families of runs, a table of measurements, or the source it was read from.
+    """
 
     value: float
+    prior: float
     unit: str
     fitted_on: str
 
@@ -39,11 +43,13 @@ class TimeConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch_seconds: float
     attention_forward_share: float
     attention_backward_share: float
+    attention_hopper_share: float
     attention_head_ramp: float
     attention_row_ramp: float
     memory_share: float
     pointwise_passes: float
     pointwise_passes_compiled: float
+    unaligned_slowdown: float
     score_passes: float
     logit_passes: float
     cast_passes: float
@@ -86,12 +92,12 @@ def calibration() -> Calibration:
     return msgspec.toml.decode(Path(__file__).with_name("calibration.toml").read_bytes(), type=Calibration)
 
 
-def values(constants: dict[str, Constant], table: type[Table]) -> Table:
-    """The values alone, as the fields of `table`.
+def values(constants: dict[str, Constant], table: type[Table], *, prior: bool = False) -> Table:
+    """The values alone, or what they were before the fit, as the fields of `table`.
 
     Raises: msgspec.ValidationError where a constant is missing or is none of the table's.
     """
-    return msgspec.convert({name: constant.value for name, constant in constants.items()}, table)
+    return msgspec.convert({name: each.prior if prior else each.value for name, each in constants.items()}, table)
 
 
 @functools.cache

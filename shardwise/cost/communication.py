@@ -77,16 +77,21 @@ def collective(
         return np.asarray(_send(moved, group, fabric, known, times))
     rounds = 2.0 if kind == "all_reduce" else 1.0
     share = (group.size - 1) / np.maximum(group.size, 1.0)
-    slowest = _all_to_all_pace(group, fabric, known) if kind == "all_to_all" else _ring_pace(group, fabric, known)
-    seconds = times * latency(group, known) * (0.5 + 0.5 * rounds) + rounds * share * moved * slowest
-    return np.where(group.size > 1, seconds, 0.0)
+    exchanged = kind == "all_to_all"
+    slowest = _all_to_all_pace(group, fabric, known) if exchanged else _ring_pace(group, fabric, known)
+    start = latency(group, known, tree=kind == "all_reduce")
+    return np.where(group.size > 1, times * start + rounds * share * moved * slowest, 0.0)
 
 
-def latency(group: Group, known: TimeConstants) -> Floats:
-    """What one collective takes however small: a start, a hop a member within the node, trees between nodes."""
-    hops = known.collective_seconds_per_hop * (group.local - 1)
-    far = known.collective_seconds_per_network_hop * np.log2(np.maximum(group.nodes, 1.0))
-    return known.collective_seconds + hops + far
+def latency(group: Group, known: TimeConstants, *, tree: bool) -> Floats:
+    """What one collective takes however small: a start, and a hop a member within the node.
+
+    Between nodes a hop a member for a ring, which gathers and scatters are; a sum goes down trees, two hops a doubling.
+    Source: NCCL's algorithms (trees for all-reduce alone).
+    """
+    near = known.collective_seconds_per_hop * (group.local - 1)
+    hops = 2 * np.log2(np.maximum(group.nodes, 1.0)) if tree else group.size - group.local
+    return known.collective_seconds + near + known.collective_seconds_per_network_hop * hops
 
 
 def network_pace(nodes: Floats, fabric: Fabric, known: TimeConstants) -> Floats:

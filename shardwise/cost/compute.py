@@ -43,7 +43,8 @@ class Rates:
 
     linear: peak of projections in the compute precision; half: of what stays in 16 bits under fp8. flops_per_joule: of
     16-bit products at the peak, 0 where the watts are not known. best: the fastest product measured, as a share of the
-    16-bit peak, else 1. low_precision: 1 under fp8.
+    16-bit peak, else 1. low_precision: 1 under fp8. hopper: 1 where FlashAttention-2 leaves the tensor cores' new
+    instructions unused.
     """
 
     linear: Floats
@@ -54,6 +55,7 @@ class Rates:
     best: Floats
     low_precision: Floats
     element_bytes: Floats
+    hopper: Floats
 
     @classmethod
     def of(cls, gpu: Gpu, precision: Compute) -> Self:
@@ -75,6 +77,7 @@ class Rates:
             best=numbers(min(1.0, best / half) if best else 1.0),
             low_precision=numbers(low),
             element_bytes=numbers({"fp64": 8, "fp32": 4}.get(precision, 2)),
+            hopper=numbers(gpu.name.startswith(("H100", "H200", "H800", "H20", "GH200"))),
         )
 
 
@@ -94,6 +97,7 @@ class Pace:
     multiprocessors: Floats
     element_bytes: Floats
     low_precision: Floats
+    hopper: Floats
 
     @classmethod
     def of(cls, rates: Rates, known: TimeConstants) -> Self:
@@ -116,6 +120,7 @@ class Pace:
             multiprocessors=rates.multiprocessors,
             element_bytes=rates.element_bytes,
             low_precision=rates.low_precision,
+            hopper=rates.hopper,
         )
 
 
@@ -188,7 +193,7 @@ def grouped_matmul(
 class Attention:
     """One layer's attention on one rank: heads here, sizes of a head, rows of queries and mean positions looked at.
 
-    fused: no score matrix is written (1 or 0).
+    fused: no score matrix is written (1 or 0). tuned: by the vendor's kernels for the device, and not FlashAttention-2's.
     """
 
     heads: Floats
@@ -198,6 +203,7 @@ class Attention:
     attended: Floats
     whole: Floats
     fused: Floats
+    tuned: Floats
 
 
 def attention_forward(pace: Pace, a: Attention, known: TimeConstants) -> Floats:
@@ -222,12 +228,13 @@ def _fused(pace: Pace, a: Attention, known: TimeConstants) -> Floats:
     # Work comes in blocks of 128 rows of one head.
     blocks = a.rows / 128 * a.heads
     idle = 1 + known.attention_row_ramp * pace.multiprocessors / np.maximum(blocks, 1.0)
-    return flops * depth * idle * pace.attention
+    plain = (pace.hopper > 0) & (a.tuned == 0)
+    return flops * depth * idle * pace.attention / np.where(plain, known.attention_hopper_share, 1.0)
 
 
 def _scored(pace: Pace, a: Attention, known: TimeConstants, products: float) -> Floats:
     flops = 2 * a.rows * a.whole * a.heads * (a.key_dim + a.value_dim)
-    # A head dim that is no multiple of 8 takes the slow path of the tensor cores.
-    depth = 1 + known.depth_ramp / a.key_dim + (a.key_dim % 8 > 0)
+    # A head dim that is no multiple of 8 (16 bytes) keeps these products off the tensor cores.
+    depth = 1 + known.depth_ramp / a.key_dim + np.where(a.key_dim % 8 > 0, known.unaligned_slowdown, 0.0)
     passes = known.score_passes * pace.element_bytes * a.rows * a.whole * a.heads * pace.byte
     return products * flops * depth * pace.half_issue + (1.0 if products == 1.0 else 1.25) * passes

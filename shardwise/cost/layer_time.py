@@ -7,7 +7,7 @@ import numpy as np
 
 from shardwise.cost import compute
 from shardwise.cost.calibration import TimeConstants
-from shardwise.cost.communication import Fabric, Group, collective
+from shardwise.cost.communication import Fabric, Group, collective, nodes_reached
 from shardwise.cost.compute import Attention, Floats, Pace
 from shardwise.cost.shape import Projection, Shape
 
@@ -46,7 +46,8 @@ class Work:
 class Micro:
     """One micro-batch on one rank. tokens: those it holds; spread: tp where activations are split between products, else 1.
 
-    learning: the share of weights that get gradients; extra_passes: over memory beside a compiled or an eager engine's.
+    learning: the share of weights that get gradients. tuned: attention by the vendor's kernels, as in engines that keep
+    16-bit weights beside masters (Megatron-Core's Transformer Engine); torch's own is FlashAttention-2.
     """
 
     tokens: Floats
@@ -59,6 +60,7 @@ class Micro:
     kernels: Floats
     learning: Floats
     fused_attention: Floats
+    tuned: Floats
     logit_bytes: Floats
     tensor: Group
     context: Group
@@ -128,6 +130,7 @@ def attention_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     a = Attention(
         heads=shape.heads / micro.tp, key_dim=shape.key_dim, value_dim=shape.value_dim, rows=micro.tokens,
         attended=shape.attended, whole=shape.sequence, fused=micro.fused_attention,
+        tuned=micro.tuned,
     )  # fmt: skip
     look = compute.attention_forward(device.pace, a, device.known)
     look_back = compute.attention_backward(device.pace, a, device.known)
@@ -185,7 +188,8 @@ def _expert_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     to_weight = compute.grouped_matmul(pace, held, up, shape.hidden, rows, known)
     to_weight = to_weight + compute.grouped_matmul(pace, held, shape.hidden, shape.expert_width, rows, known)
     moved = sent * shape.hidden * pace.element_bytes
-    travel = 2 * collective("all_to_all", moved, micro.experts, device.fabric, known) * (1 - known.expert_hidden)
+    crossing = moved * nodes_reached(shape.experts_per_token, micro.experts)
+    travel = 2 * collective("all_to_all", crossing, micro.experts, device.fabric, known) * (1 - known.expert_hidden)
     permuted = 2 * known.permute_passes * moved * pace.byte
     inner = (2 + shape.gated) * (shape.expert_width * shape.experts_per_token) / micro.tp
     narrow = pointwise((shape.norms + 3) * shape.hidden / micro.spread + inner, device, micro)

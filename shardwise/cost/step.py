@@ -151,10 +151,11 @@ def _micro(inputs: Inputs, known: TimeConstants) -> Micro:
         + known.kernels_per_collective * (run.tp > 1),
         learning=run.learning,
         fused_attention=run.fused_attention,
+        tuned=np.where((run.weights > 0) & (run.masters > 0), 1.0, 0.0),
         logit_bytes=np.where(run.fused_loss > 0, 4.0, 12.0),
         tensor=Group.of(run.tp, np.ones(1), fabric),
         context=Group.of(run.cp, run.tp, fabric),
-        experts=Group.of(run.ep, run.tp, fabric),
+        experts=Group.of(run.ep, np.ones(1), fabric),
     )
 
 
