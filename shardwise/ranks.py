@@ -51,8 +51,7 @@ def start(identity: ProcessIdentity | None = None, *, timeout: datetime.timedelt
     A world of one makes no process group. Idempotent. Collective.
     """
     identity = identity or process_identity()
-    if device_kind() == "cuda":
-        torch.cuda.set_device(identity.local_rank)
+    take_device(identity)
     if identity.world > 1 and not dist.is_initialized():
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device_kind() == "cuda" else "gloo",
@@ -64,6 +63,12 @@ def start(identity: ProcessIdentity | None = None, *, timeout: datetime.timedelt
         # A group that lives on into the interpreter's end aborts there now and then, after all the work is done.
         atexit.register(stop)
     return device()
+
+
+def take_device(identity: ProcessIdentity | None = None) -> None:
+    """Make this rank's GPU the current one, where there are GPUs."""
+    if device_kind() == "cuda":
+        torch.cuda.set_device((identity or process_identity()).local_rank)
 
 
 def device() -> torch.device:

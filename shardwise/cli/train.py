@@ -13,7 +13,7 @@ from shardwise.events.values import AnyEvent, Evaluated, Saved, Step
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
 from shardwise.inputs.recipe import DataSpec, Recipe
-from shardwise.launch import local, run_folder
+from shardwise.launch import before_ranks, local, run_folder
 from shardwise.plan import rule_of_thumb
 from shardwise.plan.check import require
 from shardwise.plan.plan import Plan
@@ -45,6 +45,8 @@ def train(asked: Asked) -> int:
     if asked.fork is not None:
         recipe, _ = run_folder.planned_fork(source, asked.fork, recipe)
     made = _plan(recipe)
+    if not_tried := before_ranks.require_module(made):
+        print(f"the module was not run in its parts: {not_tried}", file=sys.stderr)
     if asked.dry_run:
         return _dry_run(made, asked.as_json)
     if asked.fork is not None:

@@ -9,7 +9,7 @@ import msgspec
 from shardwise.errors import EXIT_DONE, EXIT_FAILED, RecipeError
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
-from shardwise.launch import local
+from shardwise.launch import before_ranks, local
 from shardwise.plan import rule_of_thumb
 from shardwise.plan.check import require
 from shardwise.plan.plan import Plan
@@ -37,6 +37,7 @@ def verify(asked: Asked) -> int:
         raise RecipeError(f"--half {asked.half} is none of dry, parity and both.", fix="--half both")
     plan = load(asked)
     require(plan, plan.decision.mesh.world)
+    before_ranks.require_module(plan)
     if not asked.as_json:
         print(report.head(plan), flush=True)
     dry = _dry(plan) if asked.half != "parity" else None

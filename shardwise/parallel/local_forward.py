@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import ModelError
+from shardwise.parallel.foreign_weights import foreign, is_mixed
 from shardwise.torch_private import parameter_slots
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -201,6 +202,10 @@ class Around:
             for slots, name, master in masters:
                 slots[name] = self.local(name, master)
             outputs = self.forward(*args, **kwargs)
+        except RuntimeError as error:
+            if is_mixed(error):
+                raise foreign(self.path) from error
+            raise
         finally:
             for slots, name, master in masters:
                 slots[name] = master

@@ -40,13 +40,21 @@ class Outline(NamedTuple):
         return next(place.stage for place in self.places if name.startswith(f"{place.path}."))
 
 
-def outline(module: nn.Module, blocks: Sequence[nn.Module], stages: int, sizes: Sequence[int] | None = None) -> Outline:
+def outline(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    stages: int,
+    sizes: Sequence[int] | None = None,
+    *,
+    why_none: str = "",
+) -> Outline:
     """Where each part of a whole module goes; nothing is changed, and nothing is run.
 
-    `sizes`: the number of blocks of each stage. What is registered before the blocks is the first stage's, the rest the
-    last one's; the first forward refuses another order. Raises: ModelError for a module that cannot be cut.
+    `sizes`: the number of blocks of each stage. `why_none`: why there are no blocks, for the error. What is registered
+    before the blocks is the first stage's, the rest the last one's; the first forward refuses another order. Raises:
+    ModelError for a module that cannot be cut.
     """
-    of_block = _stage_of_each_block(len(blocks), stages, sizes)
+    of_block = _stage_of_each_block(len(blocks), stages, sizes, why_none)
     container, names = _container(module, blocks)
     paths = {inner: canonical(path) for path, inner in module.named_modules()}
     inside = [
@@ -58,14 +66,14 @@ def outline(module: nn.Module, blocks: Sequence[nn.Module], stages: int, sizes: 
     return Outline(inside, before, after)
 
 
-def _stage_of_each_block(blocks: int, stages: int, sizes: Sequence[int] | None) -> list[int]:
+def _stage_of_each_block(blocks: int, stages: int, sizes: Sequence[int] | None, why_none: str) -> list[int]:
     if blocks < stages:
         raise ModelError(
             f"The model has {blocks} blocks, and the pipeline {stages} stages.",
-            why="each stage holds at least one block",
-            fix=f"pp x stages_per_rank of at most {max(1, blocks)}"
+            why="each stage holds at least one block" + (f"; {why_none}" if why_none else ""),
+            fix=f"train.plan.pp x train.plan.stages_per_rank of at most {blocks}"
             if blocks
-            else 'blocks = "the.path" of the repeated blocks',
+            else f'model.blocks = "the.path" of an nn.ModuleList of them; or {SPLIT_FIX}',
         )
     sizes = sizes or [len(part) for part in stage_blocks(blocks, stages)]
     if len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1:

@@ -18,6 +18,7 @@ from shardwise.parallel import data_parallel, device_mesh, precision, roles, ten
 from shardwise.parallel.device_mesh import Mesh
 from shardwise.parallel.outline import ties_across
 from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.rehearsal import require_parts
 from shardwise.parallel.staging import Stage, split
 from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.parallel.ties import Ties
@@ -120,8 +121,7 @@ def parallelize(
         raise ModelError("This module is parallelized already.", fix="call parallelize once a module")
     check.require(plan, ranks.world())
     refuse_second_pipeline(plan)
-    decision, recipe = plan.decision, plan.recipe
-    mesh, device = device_mesh.build(decision.mesh), ranks.device()
+    decision, recipe, device = plan.decision, plan.recipe, ranks.device()
     ties = inspect.ties(module)
 
     # 1. What mixes samples is refused, or made one with the global batch.
@@ -131,8 +131,12 @@ def parallelize(
     # 2. Master precision; the compute copies come with the data-parallel pass or right before it.
     precision.to_master(module, decision.precision)
     fp32_modules = precision.select_fp32_modules(module, recipe.model.fp32_modules)
-    units = inspect.find_blocks(module, blocks).blocks
-    split_roles = roles.of(module, units, recipe.model.roles) if mesh.degree("tp") > 1 else None
+    found = inspect.find_blocks(module, blocks)
+    units = found.blocks
+    split_roles = roles.of(module, units, recipe.model.roles) if decision.mesh.tp > 1 else None
+    # What cannot be cut is refused before this rank waits for others.
+    require_parts(module, found, decision, split_roles)
+    mesh = device_mesh.build(decision.mesh)
     # 3. A pipeline's stages: what other ranks hold is dropped here, and every name stays.
     pipe = cut(module, units, decision, mesh)
     held = set(module.modules())
@@ -142,7 +146,7 @@ def parallelize(
     tensor: TensorParallel | None = None
     if split_roles is not None:
         tensor = tensor_parallel.apply(
-            module, split_roles, mesh, sequence=recipe.model.sequence_parallel, vocabulary_loss=vocabulary_loss
+            module, split_roles, mesh, sequence=plan.sequence_parallel, vocabulary_loss=vocabulary_loss
         )
     # 5. Recompute, then compile each block before anything wraps it: blocks of one shape share one compilation.
     if decision.recompute != "none":

@@ -23,14 +23,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.errors import ModelError
 from shardwise.names import canonical
 from shardwise.parallel.device_mesh import Mesh
+from shardwise.parallel.foreign_weights import READ_INSIDE
 from shardwise.parallel.local_forward import Around, Course
 from shardwise.parallel.roles import Region, Roles, inside
 from shardwise.parallel.split_layers import Beginning, Column, Embedding, Head, InBlock, InRegion, Row, shares
 from shardwise.parallel.staging import Stub
 from shardwise.torch_private import parameter_slots
-
-# torch's own modules that compute with the weights of modules in them, without calling these.
-READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class TensorParallel:
@@ -216,6 +214,8 @@ def _surround(
         if path not in around and _has_weights(inner):
             own = [m for name, m in inner.named_modules() if name and _join(path, canonical(name)) not in around]
             around[path] = Around(inner, path, course, tuple(own) if isinstance(inner, READ_INSIDE) else ())
+    # The root always: what is raised in a module without weights passes there at the latest.
+    around.setdefault("", Around(modules[""], "", course))
     for path, one in around.items():
         modules[path].forward = one
 

@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 
 from shardwise import ranks
+from shardwise.environment import process_identity
 from shardwise.errors import EXIT_FAILED, OutOfMemory, ShardwiseError
 from shardwise.events.values import Failed, from_line, to_line
 from shardwise.plan.plan import Decision
@@ -32,7 +33,7 @@ def record(error: BaseException, where: Where = WHERE) -> Failed:
     """Write this rank's failure into the run folder (if it is known) and return it."""
     failed = Failed(
         time=time.time(),
-        rank=ranks.rank(),
+        rank=_rank(),
         step=where.step,
         phase=where.phase,
         error=str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}",
@@ -47,6 +48,11 @@ def record(error: BaseException, where: Where = WHERE) -> Failed:
         temporary.write_bytes(to_line(failed))
         temporary.replace(path)
     return failed
+
+
+def _rank() -> int:
+    """Of this process, which may not have joined the others yet."""
+    return ranks.rank() if ranks.world() > 1 else process_identity().rank
 
 
 def first_failure(where: Where) -> Failed | None:

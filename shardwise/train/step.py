@@ -20,7 +20,7 @@ from shardwise.data.order import seed_of
 from shardwise.errors import DataError, LossError, ModelError
 from shardwise.parallel.parallelize import Parallel, parallel_of
 from shardwise.parallel.pipeline import Pipeline, signature_of
-from shardwise.parallel.staging import Stage
+from shardwise.parallel.staging import Split, Stage
 from shardwise.torch_private import norms, scale_, tree_map
 from shardwise.train.loss import Loss, LossFunction, named
 
@@ -89,10 +89,14 @@ def _add(sums: dict[str, list[Any]], name: str, pair: tuple[Any, Any]) -> None:
 
 
 def call_inputs(module: nn.Module, inputs: Inputs | str) -> Inputs:
-    """`inputs="auto"` as a function: a dict gives the keys that forward takes, a tuple all but the last item."""
+    """`inputs="auto"` as a function: a dict gives the keys that forward takes, a tuple all but the last item.
+
+    An sw.Split's forward takes what its `before` does.
+    """
     if not isinstance(inputs, str):
         return inputs
-    parameters = inspect.signature(module.forward).parameters
+    entry = module.before if isinstance(module, Split) else module
+    parameters = inspect.signature(entry.forward if isinstance(entry, nn.Module) else entry).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     def auto(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

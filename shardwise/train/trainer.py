@@ -39,8 +39,9 @@ from shardwise.profiling import probe
 from shardwise.resilience.guards import Guards
 from shardwise.resilience.leaving import in_order
 from shardwise.resilience.signals import StopSignals
-from shardwise.train import failure, opening, setup
+from shardwise.train import before_ranks, failure, opening, setup
 from shardwise.train.additive import require_additive
+from shardwise.train.before_ranks import Built
 from shardwise.train.evaluate import Evaluation, evaluate
 from shardwise.train.failure import WHERE
 from shardwise.train.journal import Journal
@@ -123,7 +124,6 @@ class Trainer:
     ) -> None:
         WHERE.phase = "setup"
         failure.install()
-        self.device = ranks.start()
         self.data = as_data(data)
         self.valid = None if valid is None else as_data(valid)
         settings = setup.Settings(
@@ -136,21 +136,26 @@ class Trainer:
             guard_every_steps=guard_every_steps,
         )  # fmt: skip
         self.loss, self.state, self.inputs = loss, dict(state or {}), inputs
-        self._open(settings.recipe(), plan if isinstance(plan, Plan) else None, model, fresh)
+        recipe, made = settings.recipe(), plan if isinstance(plan, Plan) else None
+        built = before_ranks.before_joining(model, recipe, made, self.data, inputs)
+        self.device = ranks.start()
+        self._open(recipe, made, model, fresh, built)
         self._take(optimizer(self.model))
         setup.require_optimizer(self.optimizer, self.model, self.plan.decision)
         self.schedule = schedule
 
-    def _open(self, recipe: Recipe, plan: Plan | None, model: Any, fresh: bool) -> None:
+    def _open(self, recipe: Recipe, plan: Plan | None, model: Any, fresh: bool, built: Built | None = None) -> None:
         self.fresh = fresh
         WHERE.folder = Path(recipe.run)
         # What the loop's own body draws is the same on every rank and in every run of this seed.
         seed_generators(seed_of(recipe.seed, "loop"))
-        module, initialize = setup.build_model(model, recipe)
+        module, initialize = (built.module, None) if built is not None else setup.build_model(model, recipe)
         setup.require_vocabulary(module, self.data)
         self.plan = setup.obeying(plan, recipe) if plan is not None else setup.make_plan(recipe, module)
         self.inputs = call_inputs(module, self.inputs)
-        self.not_probed = ""
+        self.not_probed, self.not_tried = "", built.not_tried if built is not None else ""
+        if built is None and initialize is None:
+            self.not_tried = before_ranks.rehearsed(module, self.plan.decision, recipe, self.data, self.inputs)
         if initialize is None:
             refuse_mixing(module, recipe.model)
             self.not_probed = require_additive(module, self.loss, self.inputs, self.data, recipe.model, recipe.seed)
@@ -388,6 +393,8 @@ class Trainer:
             self.journal.fallback("tensor parallel does not split all of the model", reason)
         if self.not_probed:
             self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
+        if self.not_tried:
+            self.journal.fallback("the module was not run in its parts before training", self.not_tried)
 
     def _loader(self) -> Any:
         decision = self.plan.decision
