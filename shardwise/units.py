@@ -21,6 +21,19 @@ def parse_bytes(text: str) -> int:
     return round(float(match.group(1)) * _BYTES[unit])
 
 
+def parse_count(text: str) -> float:
+    """`"15T"`, `"300B"`, `"2e9"` or `"1500"` as a number: k, M, B and T are decimal steps.
+
+    Raises: RecipeError.
+    """
+    steps = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    match = re.match(r"^\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kKmMbBtT]?)\s*$", text)
+    number = float(match.group(1)) * steps[match.group(2).lower()] if match else 0.0
+    if not 0 < number < float("inf"):
+        raise RecipeError(f"{text!r} is no number above 0.", fix='write "15T", "300B" or "2e9"')
+    return number
+
+
 def format_bytes(count: float) -> str:
     """Binary units, one decimal: `75.6 GiB`."""
     for size, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

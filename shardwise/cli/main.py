@@ -80,20 +80,43 @@ def run(
     reported(lambda: verb.run(asked), as_json)
 
 
-@app.command(epilog="Example: shardwise plan recipes/quickstart.toml --cluster 8xH100-SXM5-80GB -o plan.json")
+def _gpus(asked: bool) -> None:
+    if asked:
+        from shardwise.report import catalogue
+
+        typer.echo(catalogue.text())
+        raise typer.Exit
+
+
+@app.command(epilog="Example: shardwise plan llama-3-70b --cluster 8xp5.48xlarge -o plan.json --html plan.html")
 def plan(
-    target: Annotated[str, typer.Argument(help="A recipe (.toml), a config.json, or a preset's name.")],
+    target: Annotated[
+        str, typer.Argument(help="A recipe (.toml), a config.json, a preset, or package.module:callable.")
+    ],
     cluster: Annotated[
         str, typer.Option("--cluster", help="local, 8xH100-SXM5-80GB, 4x8xH100, 4xp5.48xlarge.")
     ] = "local",
     overrides: Overrides = None,
-    output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="Write the best plan to this file.")] = None,
     as_json: AsJson = False,
+    top: Annotated[int, typer.Option("--top", min=1, max=100, help="How many plans to tell.")] = 5,
+    fixes: Annotated[
+        list[str] | None, typer.Option("--fix", metavar="NAME=VALUE", help="tp=8, recompute=full, ...; repeatable.")
+    ] = None,
+    page: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures.")] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", help="How much is trained: 15T, 2e9.")] = None,
+    days: Annotated[float | None, typer.Option("--days", min=0.001, help="How many GPUs for --tokens in time.")] = None,
+    price: Annotated[float | None, typer.Option("--price", min=0.0, help="Dollars for a GPU and hour.")] = None,
+    largest: Annotated[bool, typer.Option("--largest", help="The largest batch, sequence and model that fit.")] = False,
+    gpus: Annotated[bool, typer.Option("--gpus", callback=_gpus, is_eager=True, help="List known machines.")] = False,
 ) -> None:
-    """Work out how to split the work, by the rule of thumb, and say why. No GPU and no torch needed."""
+    """Search all ways to split the work for the fastest that fits, and say why. No GPU and no torch needed."""
     from shardwise.cli import plan as verb
+    from shardwise.cli.plan_answers import Wanted
 
-    reported(lambda: verb.plan(verb.Asked(target, cluster, tuple(overrides or ()), output, as_json)), as_json)
+    wanted = Wanted(tokens, days, price, largest)
+    asked = verb.Asked(target, cluster, tuple(overrides or ()), output, as_json, top, tuple(fixes or ()), page, wanted)
+    reported(lambda: verb.plan(asked), as_json)
 
 
 @app.command(epilog="Example: shardwise verify recipes/quickstart.toml --half parity --set train.plan.zero=3 --json")

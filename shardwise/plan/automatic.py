@@ -5,6 +5,7 @@ thumb; its plan also stands beside the searched ones. No torch.
 """
 
 import importlib.metadata
+import importlib.util
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -66,14 +67,22 @@ def searched(
     return Searched(question, subject, found, best, evaluate.choices(subject, model, found.running.table), seconds)
 
 
+def can_predict(recipe: Recipe, cluster: Cluster) -> bool:
+    """Whether the machines' speed is known: the peak of the precision, and the memory's bandwidth."""
+    device = cluster.device
+    peak = device.peak_flops_per_second(rule_of_thumb.precision_of(recipe, cluster)[0])
+    if importlib.util.find_spec("shardwise.cost.memory") is None:  # until it is there
+        return False
+    return peak is not None and (device.kind == "cpu" or device.hbm_bytes_per_second is not None)
+
+
 def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: int | None = None) -> Plan:
     """The Plan that the engine obeys: the fastest that it runs and that fits for sure; else the rule of thumb's.
 
     Raises: RecipeError where the global batch is not a whole number of samples.
     """
-    by_hand = recipe.train.plan != "auto"
-    known = isinstance(shape, Arch) and cluster.device.peak_flops_per_second("fp32") is not None
-    if by_hand or not known or not isinstance(shape, Arch) or not recipe.data.length_is_known:
+    by_hand, known = recipe.train.plan != "auto", can_predict(recipe, cluster) and recipe.data.length_is_known
+    if by_hand or not known or not isinstance(shape, Arch):
         return rule_of_thumb.plan(recipe, shape, cluster, world=world)
     subject, model = of(recipe, shape, cluster, world=world), costs()
     found = search.search(subject, model, top=1)

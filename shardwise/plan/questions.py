@@ -158,22 +158,21 @@ def _largest(question: Question, model: CostModel, grown: Callable[[Question, in
 
 
 def what_ifs(question: Question, model: CostModel, told: Ranked, best: Choice) -> tuple[WhatIf, ...]:
-    """What changes with the user's own choices, over the plans told: `told` as the search ranked them."""
+    """What changes with the user's own choices, over the plans told, as the search ranked them: `best` is the first."""
     found = []
     subject = question.subject()
     for what, other in _choices_of_the_user(subject):
-        plans = evaluate.choices(other, model, told.table)
-        fitting = [plan for plan in plans if plan.estimate.memory_bytes_interval[1] <= other.limit]
-        chosen = min(fitting or plans, key=lambda plan: plan.estimate.step_seconds)
-        seconds = chosen.estimate.step_seconds
+        estimates = evaluate.estimate(other, model, told.table)
+        fitting = [one for one in estimates if one.memory_bytes_interval[1] <= other.limit]
+        chosen = min(fitting or estimates, key=lambda one: one.step_seconds)
         found.append(
             WhatIf(
                 what=what,
-                step_seconds=seconds,
-                speedup=best.estimate.step_seconds / seconds,
-                memory_bytes=chosen.estimate.memory_bytes,
+                step_seconds=chosen.step_seconds,
+                speedup=best.estimate.step_seconds / chosen.step_seconds,
+                memory_bytes=chosen.memory_bytes,
                 fits=bool(fitting),
-                same_plan=chosen.decision.mesh == best.decision.mesh and chosen.decision.zero == best.decision.zero,
+                same_plan=chosen is estimates[0],
             )
         )
     return tuple(found)

@@ -79,8 +79,11 @@ def limit_of(cluster: Cluster, ranks: int) -> float:
 
 
 def fixed_by(recipe: Recipe, cluster: Cluster) -> dict[str, int]:
-    """The columns that a recipe fixes. On CPU cores blocks are not compiled unasked: it costs more than it gives."""
-    fixed: dict[str, int] = {"compiled": 0} if cluster.kind == "cpu" else {}
+    """The columns that a recipe fixes.
+
+    On CPU cores blocks are not compiled unasked, which costs more than it gives, and there is no other memory to go to.
+    """
+    fixed: dict[str, int] = {"compiled": 0, "offload": 0} if cluster.kind == "cpu" else {}
     model, request = recipe.model, recipe.train.plan
     if model.sequence_parallel != "auto" or model.roles:
         fixed["sequence_parallel"] = int(model.sequence_parallel is True)
