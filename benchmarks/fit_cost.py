@@ -42,21 +42,16 @@ class Runs:
     family: NDArray[np.str_]
     rows: tuple[Row, ...]
 
-    def of(self, keep: NDArray[np.intp]) -> "Runs":
-        kept = [self.rows[i] for i in keep]
-        return load(kept)
+    def only(self, keep: NDArray[np.bool_]) -> "Runs":
+        return load([row for row, kept in zip(self.rows, keep, strict=True) if kept])
 
 
 def load(found: Sequence[Row]) -> Runs:
     usable = [row for row in found if row.measured_seconds and row.workload and row.cluster and row.candidate]
     each = [Inputs.of(row.workload, row.cluster, row.candidate) for row in usable]
-    whole = stacked([widened(one) for one in each])
+    whole = stacked(each)
     measured = np.array([row.measured_seconds for row in usable])
     return Runs(whole, measured, np.array([row.family for row in usable]), tuple(usable))
-
-
-def widened(inputs: Inputs) -> Inputs:
-    return inputs
 
 
 def thinned(found: Sequence[Row]) -> list[Row]:
@@ -134,7 +129,9 @@ def table(runs: Runs, value: Floats) -> dict[str, tuple[int, float, float, float
 def show(found: dict[str, tuple[int, float, float, float]]) -> None:
     for name, (n, median, p90, bias) in found.items():
         print(f"{name:18s} {n:5d}  median {median:6.1%}  p90 {p90:6.1%}  bias {bias:+6.1%}")
-    print(f"{'mean':18s}        median {np.mean([v[1] for v in found.values()]):6.1%}  p90 {np.mean([v[2] for v in found.values()]):6.1%}")
+    print(
+        f"{'mean':18s}        median {np.mean([v[1] for v in found.values()]):6.1%}  p90 {np.mean([v[2] for v in found.values()]):6.1%}"
+    )
 
 
 def write(known: TimeConstants, on: str, path: Path) -> None:
@@ -153,6 +150,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--rotate", action="store_true")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--save", type=Path, help="of --rotate: where to write the predictions (.npy)")
     parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
     found = rows(arguments.runs)
@@ -165,7 +163,10 @@ def main() -> None:
             known = fit(load(thinned([row for row in found if row.family != family])), start, start, arguments.rounds)
             mine = everything.family == family
             value[mine] = predicted(everything, known)[mine]
+            show(table(everything.only(mine), value[mine]))
         show(table(everything, value))
+        if arguments.save:
+            np.save(arguments.save, value)
         return
     known = committed
     if arguments.write:

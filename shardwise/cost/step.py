@@ -42,7 +42,12 @@ class Step:
     @property
     def seconds(self) -> Floats:
         """Of the whole step."""
-        return np.sum(list(self.parts.values()), axis=0)
+        return total(self.parts)
+
+
+def total(parts: dict[str, Floats]) -> Floats:
+    """Their sum."""
+    return sum(parts.values(), np.zeros(1))
 
 
 @dataclass(frozen=True)
@@ -82,16 +87,16 @@ def step(
     parts = {
         name: np.broadcast_to(part, len(candidates)).astype(np.float64) for name, part in seconds(inputs, known).items()
     }
-    total = np.sum(list(parts.values()), axis=0)
-    width = np.broadcast_to(spread(inputs, parts, known), total.shape)
-    rate = workload.tokens / (total * candidates.world)
+    whole = total(parts)
+    width = np.broadcast_to(spread(inputs, parts, known), whole.shape)
+    rate = workload.tokens / (whole * candidates.world)
     peak = _dense_peak(workload, cluster)
     return Step(
         parts=parts,
         tokens_per_second_per_gpu=rate,
         mfu=rate * workload.arch.flops_per_token(workload.sequence_length) / peak,
-        low=total * np.exp(-width),
-        high=total * np.exp(width),
+        low=whole * np.exp(-width),
+        high=whole * np.exp(width),
     )
 
 
@@ -127,7 +132,7 @@ def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
         "context_parallel": m * work.context_parallel,
         "expert": m * work.expert,
         "host": m * host + known.step_seconds,
-        "bubble": _bubble(run, each, busy),
+        "bubble": _bubble(shape, run, each, work, busy),
         "pipeline_transfers": _transfers(inputs, micro, known),
         "data_parallel": data,
         "waiting": waiting_seconds(m * busy, nodes, known),
@@ -221,9 +226,12 @@ def _slowest(shape: Shape, run: Run, each: Units) -> Place:
     )
 
 
-def _bubble(run: Run, each: Units, busy: Floats) -> Floats:
-    """Seconds that the slowest rank waits while the pipeline fills and empties."""
-    return busy * bubble(run.schedule, run.pp, run.stages_per_rank, run.micro_batches)
+def _bubble(shape: Shape, run: Run, each: Units, work: Work, busy: Floats) -> Floats:
+    """Seconds that the slowest rank waits while the pipeline fills and empties: with what the others take."""
+    whole = shape.layers * each.seconds(each.layer) + each.seconds(each.embedding) + each.seconds(each.head)
+    others = np.where(run.pp > 1, (whole / work.seconds - 1) / np.maximum(run.pp - 1, 1.0), 1.0)
+    counts = (column.astype(np.int64) for column in (run.schedule, run.pp, run.stages_per_rank, run.micro_batches))
+    return busy * np.clip(others, 0.0, 1.0) * bubble(*counts)
 
 
 def _transfers(inputs: Inputs, micro: Micro, known: TimeConstants) -> Floats:
@@ -249,17 +257,14 @@ def _held(shape: Shape, run: Run, place: Place) -> Held:
 
 def spread(inputs: Inputs, parts: dict[str, Floats], known: TimeConstants) -> Floats:
     """Half the width of the 80 % interval of the logarithm of the seconds: causes add up as squares."""
-    total = np.sum(
-        [np.broadcast_to(part, np.broadcast_shapes(*(p.shape for p in parts.values()))) for part in parts.values()],
-        axis=0,
-    )
+    whole = total(parts)
     run = inputs.run
     world = run.pp * run.data_ranks * run.tp
     blind = (world > inputs.fabric.per_node) & (inputs.network_known == 0)
     variance = (
         known.interval_base**2
         + blind * known.interval_network**2
-        + (parts["host"] / total * known.interval_host) ** 2
+        + (parts["host"] / whole * known.interval_host) ** 2
         + (inputs.shape.moe_layers > 0) * known.interval_experts**2
     )
-    return np.sqrt(variance)
+    return np.asarray(np.sqrt(variance))
