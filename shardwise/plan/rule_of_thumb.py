@@ -196,7 +196,7 @@ def global_batch(recipe: Recipe) -> int:
 def usable_bytes(cluster: Cluster, ranks: int) -> int:
     """Memory that one rank may use: its device's, or its share of the host's on CPU cores."""
     if cluster.kind == "gpu":
-        return int(cluster.device.hbm_bytes * USABLE_SHARE)
+        return int(cluster.smallest_device.hbm_bytes * USABLE_SHARE)
     host = cluster.node.host_memory_bytes or cluster.device.hbm_bytes * cluster.node.devices
     return max(0, int(host * USABLE_SHARE) // ranks - PROCESS_BYTES)
 

@@ -1,5 +1,7 @@
 """Clusters: from names that are exact, and from a machine's own facts."""
 
+import re
+
 import msgspec
 import pytest
 
@@ -11,6 +13,7 @@ from shardwise.inputs.hardware import (
     core_flops_per_second,
     find_gpu,
     local_cluster,
+    near_names,
     parse_cluster,
 )
 
@@ -71,7 +74,7 @@ def test_the_canonical_name_means_the_same_cluster() -> None:
         assert msgspec.structs.replace(again, asked=text) == cluster
 
 
-@pytest.mark.parametrize("text", ["8xH10", "8xh100", "0xH100", "8x", "", "8xH100-SXM5-80GB-x"])
+@pytest.mark.parametrize("text", ["8xH10", "8xh100", "8x", "", "8xH100-SXM5-80GB-x"])
 def test_a_part_of_a_name_is_not_a_name(text: str) -> None:
     with pytest.raises(RecipeError, match="There is no GPU"):
         parse_cluster(text)
@@ -81,6 +84,55 @@ def test_an_unknown_name_shows_the_nearest() -> None:
     with pytest.raises(RecipeError) as raised:
         parse_cluster("8xH100-SXM4-80GB")
     assert raised.value.fix == "write H100-SXM5-80GB"
+
+
+@pytest.mark.parametrize("text", ["0xH100", "0x8xH100", "4x0xH100", "-1xH100", "0xp5.48xlarge"])
+def test_a_count_below_one_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="counts") as raised:
+        parse_cluster(text)
+    assert "at least 1" in raised.value.fix
+
+
+def test_a_card_of_several_devices_says_how_to_count_them() -> None:
+    with pytest.raises(RecipeError, match="2 devices") as raised:
+        parse_cluster("8xMI250X")
+    assert "MI250X-GCD" in raised.value.fix
+    assert parse_cluster("16xMI250X-GCD").device.hbm_bytes == 64 * 2**30
+
+
+def test_an_alias_in_another_case_is_near_its_name() -> None:
+    assert near_names("h100")[0] == "H100-SXM5-80GB"
+    assert near_names("P5.48XLARGE")[0] == "p5.48xlarge"
+
+
+def test_the_traps_of_the_published_table_are_kept_apart() -> None:
+    """Source: the notes of each row in the catalogue."""
+    meta, usual = find_gpu("H100-SXM5-96GB"), find_gpu("H100-SXM5-80GB")
+    assert meta.name != usual.name and meta.hbm_bytes_per_second < usual.hbm_bytes_per_second
+    assert (meta.power_watts, usual.power_watts) == (500, 700)
+    mesh = parse_cluster("8xMI300X").node.link
+    assert (mesh.peer_bytes_per_second, mesh.bytes_per_second) == (64e9, 448e9)
+    assert parse_cluster("Azure-ND-MI300X-v5").node.link.peer_bytes_per_second == 64e9
+    assert parse_cluster("18xa4x-tray").node.link_domain == 72
+
+
+def test_every_gpu_has_its_multiprocessors_and_fp8_is_above_bf16() -> None:
+    for row in catalogue().gpu:
+        assert row.multiprocessors and row.power_watts
+        fp8, bf16 = row.dense_fp8_flops_per_second, row.dense_bf16_flops_per_second
+        assert fp8 is None or (bf16 is not None and fp8 / bf16 == pytest.approx(2, rel=0.02))
+        assert row.measured_fp8_flops_per_second is None or row.measured_fp8_flops_per_second < (fp8 or 0)
+
+
+def test_a_node_s_cards_carry_its_network() -> None:
+    """`8x400 CX-7`: eight cards of 400 Gb/s; all devices together get what the cards give."""
+    for row in catalogue().node:
+        said = re.match(r"(\d+)x(\d+)", row.network_kind)
+        assert (row.nics is None) == (said is None)
+        if said:
+            assert row.nics == int(said[1])
+            gigabits = int(said[1]) * int(said[2])
+            assert row.network_bytes_per_second_per_device * row.devices == gigabits * 1e9 / 8
 
 
 @pytest.mark.parametrize("text", ["2x4x8xH100", "2x8xp5.48xlarge"])
