@@ -24,25 +24,52 @@ _USUAL_NETWORK = 50e9
 
 @dataclass(frozen=True)
 class Fabric:
-    """Bytes a second and device in one direction, within a node and between nodes (0: not known); devices a node."""
+    """Bytes a second and device in one direction, within a node and between nodes (0: not known); devices a node.
+
+    A node is what the link joins: a domain of several machines where it goes on to them. start: seconds a collective
+    within a node, as measured; 0: not measured. link_measured: 1 where the link's speed is what collectives had of it.
+    """
 
     link: Floats
     network: Floats
     per_node: Floats
+    start: Floats
+    link_measured: Floats
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
-        """Of a cluster, as published or probed."""
+        """Of a cluster, as published; what a probe measured wins."""
         node = cluster.node
         network = node.network.bytes_per_second if node.network else None
-        link = node.link.bytes_per_second or _SHARED_MEMORY_BANDWIDTH
-        return cls(numbers(link), numbers(network or 0.0), numbers(node.devices))
+        link, start = _measured(cluster)
+        published = node.link.bytes_per_second or _SHARED_MEMORY_BANDWIDTH
+        return cls(
+            link=numbers(link or published),
+            network=numbers(network or 0.0),
+            per_node=numbers(node.link_domain or node.devices),
+            start=numbers(start),
+            link_measured=numbers(link > 0),
+        )
 
     def sustained(self, known: TimeConstants) -> Self:
         """What transfers get of it. A network that is not known is a share of the link, as machines of its kind have."""
         usual = np.minimum(_USUAL_NETWORK, self.link * known.unknown_network_share)
         network = np.where(self.network > 0, self.network, usual)
-        return replace(self, link=self.link * known.link_share, network=network * known.network_share)
+        link = self.link * np.where(self.link_measured > 0, 1.0, known.link_share)
+        return replace(self, link=link, network=network * known.network_share)
+
+
+def _measured(cluster: Cluster) -> tuple[float, float]:
+    """Bytes a second that each rank of a ring moved, and seconds a collective's start, of the widest in one node; or 0."""
+    probed = [one for one in cluster.measured.collectives if one.nodes == 1] if cluster.measured else []
+    rounds = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+    rings = [one for one in probed if one.kind in rounds]
+    if not rings:
+        return 0.0, 0.0
+    widest = max(one.ranks for one in rings)
+    paces = [rounds[one.kind] * (1 - 1 / one.ranks) * one.bytes_per_second for one in rings if one.ranks == widest]
+    starts = [one.latency_seconds for one in rings if one.ranks == widest]
+    return sum(paces) / len(paces), sum(starts) / len(starts)
 
 
 @dataclass(frozen=True)
@@ -79,19 +106,20 @@ def collective(
     share = (group.size - 1) / np.maximum(group.size, 1.0)
     exchanged = kind == "all_to_all"
     slowest = _all_to_all_pace(group, fabric, known) if exchanged else _ring_pace(group, fabric, known)
-    start = latency(group, known, tree=kind == "all_reduce")
+    start = latency(group, fabric, known, tree=kind == "all_reduce")
     return np.where(group.size > 1, times * start + rounds * share * moved * slowest, 0.0)
 
 
-def latency(group: Group, known: TimeConstants, *, tree: bool) -> Floats:
+def latency(group: Group, fabric: Fabric, known: TimeConstants, *, tree: bool) -> Floats:
     """What one collective takes however small: a start, and a hop a member within the node.
 
     Between nodes a hop a member for a ring, which gathers and scatters are; a sum goes down trees, two hops a doubling.
     Source: NCCL's algorithms (trees for all-reduce alone).
     """
-    near = known.collective_seconds_per_hop * (group.local - 1)
+    near = known.collective_seconds + known.collective_seconds_per_hop * (group.local - 1)
+    near = np.where(fabric.start > 0, fabric.start, near)
     hops = 2 * np.log2(np.maximum(group.nodes, 1.0)) if tree else group.size - group.local
-    return known.collective_seconds + near + known.collective_seconds_per_network_hop * hops
+    return near + known.collective_seconds_per_network_hop * hops
 
 
 def network_pace(nodes: Floats, fabric: Fabric, known: TimeConstants) -> Floats:

@@ -16,18 +16,8 @@ from shardwise.inputs.hardware import Gpu
 
 Floats = NDArray[np.float64]
 
-# Multiprocessors (compute units) and watts by the beginning of a catalogue name. Source: the vendors' data sheets.
-MULTIPROCESSORS = {
-    "A100": 108, "A800": 108, "H100-SXM": 132, "H100-PCIe": 114, "H200": 132, "B200": 148, "B300": 148, "GB200": 148,
-    "GB300": 148, "MI250X": 110, "MI300X": 304, "L4-": 58, "L40S": 142, "A10G": 80, "V100": 80, "RTX-4090": 128,
-    "RTX-A6000": 84,
-}  # fmt: skip
-WATTS = {
-    "A100-SXM": 400, "A100-PCIe-40": 250, "A100-PCIe-80": 300, "A800": 400, "H100-SXM5-96": 500, "H100-SXM": 700,
-    "H100-PCIe": 350, "H200": 700, "B200": 1000, "B300": 1100, "GB200": 1200, "GB300": 1400, "MI250X": 280,
-    "MI300X": 750, "L4-": 72, "L40S": 350, "A10G": 300, "V100-SXM": 300, "V100-PCIe": 250, "RTX-4090": 450,
-    "RTX-A6000": 300,
-}  # fmt: skip
+# Of a GPU that does not say how many multiprocessors it has.
+_USUAL_MULTIPROCESSORS = 132
 # Output tiles of a matrix product and their speed beside the largest. Source: a roofline of tiles and waves; a smaller tile reads each operand more often, so it is slower the less it reuses.
 TILES = ((256.0, 128.0, 1.0), (128.0, 128.0, 0.93), (128.0, 64.0, 0.75), (64.0, 64.0, 0.55))
 
@@ -66,13 +56,14 @@ class Rates:
         bandwidth = gpu.hbm_bytes_per_second or (_CPU_CORE_BANDWIDTH if gpu.kind == "cpu" else None)
         if bandwidth is None:
             raise _unknown(gpu, "memory bandwidth")
-        watts = _listed(WATTS, gpu.name, 0)
-        best = gpu.measured_bf16_flops_per_second if half_precision in ("bf16", "fp16") else None
+        watts = gpu.power_watts or 0.0
+        sixteen = half_precision in ("bf16", "fp16") and gpu.kind == "gpu"
+        best = gpu.measured_bf16_flops_per_second if sixteen else gpu.measured_fp32_flops_per_second
         return cls(
             linear=numbers(_peak(gpu, precision)) if low else numbers(half),
             half=numbers(half),
             memory=numbers(bandwidth),
-            multiprocessors=numbers(1 if gpu.kind == "cpu" else _listed(MULTIPROCESSORS, gpu.name, 132)),
+            multiprocessors=numbers(1 if gpu.kind == "cpu" else gpu.multiprocessors or _USUAL_MULTIPROCESSORS),
             flops_per_joule=numbers(half / watts if watts else 0.0),
             best=numbers(min(1.0, best / half) if best else 1.0),
             low_precision=numbers(low),
@@ -128,10 +119,6 @@ class Pace:
 _EASY_FLOPS_PER_JOULE = 0.78e12
 # A core's share of what two or more cores of a server draw from memory. Source: recalled, 5 to 12 GB/s a core.
 _CPU_CORE_BANDWIDTH = 8e9
-
-
-def _listed(table: dict[str, int], name: str, usual: int) -> int:
-    return next((value for prefix, value in table.items() if name.startswith(prefix)), usual)
 
 
 def _peak(gpu: Gpu, precision: Compute) -> float:
