@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardwise.train.loss import mean_per_sample as mean_per_sample
     from shardwise.train.own_loop import batches as batches
     from shardwise.train.own_loop import build_optimizer as build_optimizer
+    from shardwise.train.own_loop import check_ranks as check_ranks
     from shardwise.train.own_loop import init as init
     from shardwise.train.step import clip_grad_norm as clip_grad_norm
     from shardwise.train.step import forward_backward as forward_backward
@@ -52,7 +53,8 @@ _HOME = {
     # an own loop
     "init": "train.own_loop", "batches": "train.own_loop", "build_optimizer": "train.own_loop",
     "parallelize": "parallel.parallelize", "forward_backward": "train.step", "clip_grad_norm": "train.step",
-    "Checkpointer": "checkpoint.checkpointer", "is_main": "ranks", "StopSignals": "resilience.signals",
+    "check_ranks": "train.own_loop", "Checkpointer": "checkpoint.checkpointer", "is_main": "ranks",
+    "StopSignals": "resilience.signals",
     # errors
     "ShardwiseError": "errors",
 }  # fmt: skip

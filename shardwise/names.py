@@ -1,8 +1,26 @@
-"""Canonical parameter names: the same under every wrapper, so that a checkpoint or a seed can key on them."""
+"""Canonical parameter names: the same under every wrapper, so that a checkpoint or a seed can key on them; and which
+names of a module stand for a weight that is another rank's."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 # What DDP, torch.compile and activation checkpointing insert in front of a module's own name.
 _INSERTED_ANYWHERE = ("_orig_mod", "_checkpoint_wrapped_module")
 _INSERTED_IN_FRONT = "module"
+_aliases: WeakKeyDictionary[Any, Mapping[str, str]] = WeakKeyDictionary()
+
+
+def keep_aliases(module: object, aliases: Mapping[str, str]) -> None:
+    """Remember of a module that a pipeline has cut which names here are of a weight whose first name, given with it,
+    lies on another rank: tied weights have a copy on several stages."""
+    _aliases[module] = MappingProxyType(dict(aliases))
+
+
+def aliases_of(module: object) -> Mapping[str, str]:
+    """As `keep_aliases` was told; of any other module there are none."""
+    return _aliases.get(module, MappingProxyType({}))
 
 
 def canonical(name: str) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -24,6 +23,7 @@ from shardwise.checkpoint.store import LocalStore, Store
 from shardwise.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, RecipeError
 from shardwise.events import Events, Fallback, Resumed, Saved
 from shardwise.inputs.recipe import CheckpointPolicy
+from shardwise.names import aliases_of
 
 Result = TypeVar("Result")
 
@@ -59,9 +59,10 @@ class Checkpointer:
     average of the weights goes into `state`, as objects with state_dict and load_state_dict, or directly
     as tensors and JSON values. `aliases`: where a tied weight lies on several ranks under several names, as
     in a pipeline, each such name that this rank holds and the first one, under which another rank keeps it
-    (with several modules `<module>/<name>`). `run` is the run's folder: checkpoints lie in `checkpoints/` below it,
-    unless a `store` is given. `lineage` tells runs in one store apart: only checkpoints of the same
-    lineage are resumed from, or ever deleted.
+    (with several modules `<module>/<name>`); left out, they are those of what sw.parallelize has cut.
+    `run` is the run's folder: checkpoints lie in `checkpoints/` below it, unless a `store` is given.
+    `lineage` tells runs in one store apart: only checkpoints of the same lineage are resumed from, or ever
+    deleted.
 
     Saving takes host memory for one tensor at a time beyond what the training holds; resuming for this rank's
     shards once.
@@ -82,7 +83,7 @@ class Checkpointer:
         *,
         data: Stateful | None = None,
         state: MutableMapping[str, Any] | None = None,
-        aliases: Mapping[str, str] = MappingProxyType({}),
+        aliases: Mapping[str, str] | None = None,
         policy: CheckpointPolicy | None = None,
         signals: StopRequest | None = None,
         events: Events | None = None,
@@ -99,13 +100,14 @@ class Checkpointer:
         self.skipped: tuple[Skipped, ...] = ()
         self.saved_step: int | None = None
         self.resumed_from: str | None = None
+        modules = by_name(module, nn.Module)
         self._subject = Subject(
-            by_name(module, nn.Module),
+            modules,
             by_name(optimizer, torch.optim.Optimizer),
             data,
             self.state,
             f"rank-{ranks.rank():05d}",
-            aliases,
+            _known_aliases(modules) if aliases is None else aliases,
         )
         self._signals = signals
         self._events = events
@@ -289,6 +291,15 @@ def agreed_signal(signals: StopRequest) -> int | None:
 def exit_code(number: int) -> int:
     """130 for Ctrl-C; 75, put me back in the queue, for the rest."""
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
+
+
+def _known_aliases(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """As parallelize left them with each module."""
+    return {
+        join(name, alias): join(name, first)
+        for name, module in modules.items()
+        for alias, first in aliases_of(module).items()
+    }
 
 
 def _identity(manifest: Manifest) -> str:

@@ -13,7 +13,7 @@ from shardwise import ranks, recompute
 from shardwise.errors import BadInput, ModelError
 from shardwise.inputs.recipe import ModelSpec
 from shardwise.models import inspect
-from shardwise.names import canonical
+from shardwise.names import canonical, keep_aliases
 from shardwise.parallel import data_parallel, device_mesh, precision, roles, tensor_parallel
 from shardwise.parallel.device_mesh import Mesh
 from shardwise.parallel.outline import ties_across
@@ -24,6 +24,7 @@ from shardwise.parallel.tensor_parallel import TensorParallel
 from shardwise.parallel.ties import Ties
 from shardwise.plan import check, schedules
 from shardwise.plan.plan import Decision, Plan
+from shardwise.resilience.guards import Guards, ties_of
 from shardwise.torch_private import buffer_slots, parameter_slots
 
 
@@ -56,6 +57,9 @@ class Parallel:
         self.named_parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.owned = [p for name, p in self.named_parameters if name not in self.aliases and owns(mesh, p)]
         self.checked_gradients = False
+        self.tied_names = ties_of(module)
+        self.guards: Guards | None = None  # of an own loop, made by its first check_ranks
+        self.last_step: LastStep | None = None
         self.layouts: dict[str, Any] = {}
         self.calls = 0
 
@@ -66,6 +70,15 @@ class Parallel:
             self.tensor.finish()
         if self.ties is not None:
             self.ties.finish()
+
+
+class LastStep(NamedTuple):
+    """What guards compare of an own loop's last step: what this rank counted and what was divided by, by loss, and
+    numbers that must be the same on every rank. `counted` is asked for later: it waits for the device."""
+
+    counted: Callable[[], dict[str, float]]
+    divided: dict[str, float]
+    alike: dict[str, float]
 
 
 class Pipe(NamedTuple):
@@ -98,7 +111,28 @@ def owns(mesh: Mesh, parameter: torch.Tensor) -> bool:
     return all(axis in split or mesh.index(axis) == 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
 
 
-_parallel: weakref.WeakKeyDictionary[nn.Module, Parallel] = weakref.WeakKeyDictionary()
+class Record:
+    """Lies on a parallelized module, so that it goes when the module goes: a table of modules would hold what it holds
+    of them. A copy of the module (an average of weights) has none.
+    """
+
+    def __init__(self, parallel: Parallel | None = None) -> None:
+        self.parallel = parallel
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Record":
+        return Record()
+
+    def __reduce__(self) -> tuple[type["Record"], tuple[()]]:
+        return Record, ()
+
+
+_RECORD = "_shardwise"
+_living: weakref.WeakSet[Parallel] = weakref.WeakSet()
+
+
+def _recorded(module: nn.Module) -> Parallel | None:
+    record = module.__dict__.get(_RECORD)
+    return record.parallel if isinstance(record, Record) else None
 
 
 def parallelize(
@@ -117,7 +151,7 @@ def parallelize(
 
     Collective. Raises: PlanInfeasible, ModelError.
     """
-    if module in _parallel:
+    if _recorded(module) is not None:
         raise ModelError("This module is parallelized already.", fix="call parallelize once a module")
     check.require(plan, ranks.world())
     refuse_second_pipeline(plan)
@@ -175,13 +209,16 @@ def parallelize(
     if inspect.ties(module) != ties:
         raise ModelError("Tied weights came untied.", why=f"before: {ties}; after: {inspect.ties(module)}")
 
-    _parallel[module] = Parallel(plan, module, mesh, gradients, pipe, tensor)
+    made = Parallel(plan, module, mesh, gradients, pipe, tensor)
+    module.__dict__[_RECORD] = Record(made)
+    _living.add(made)
+    keep_aliases(module, made.aliases)
     return module
 
 
 def refuse_second_pipeline(plan: Plan) -> None:
     """Raises: ModelError where another module is cut into stages by this very plan."""
-    if plan.decision.mesh.pp > 1 and any(other.plan is plan for other in _parallel.values()):
+    if plan.decision.mesh.pp > 1 and any(other.plan is plan for other in _living):
         raise ModelError(
             "A second module under one plan with a pipeline.",
             why="a step runs one module through its stages; two would wait for each other",

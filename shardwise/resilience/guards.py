@@ -59,7 +59,7 @@ class Guards:
     """Compares the ranks of a module that is split already; look again every `every_steps` steps, 0 is never.
 
     `aliases`: names that this rank holds of a weight whose first name lies on another rank, as under a pipeline.
-    Collective: one gather of 16 characters a parameter, once.
+    `ties`: those that must hold, where they were looked at earlier. Collective: one gather of 16 characters a parameter, once.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class Guards:
         *,
         every_steps: int,
         aliases: Mapping[str, str] = MappingProxyType({}),
+        ties: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self.module, self.mesh, self.every_steps, self.aliases = module, mesh, every_steps, aliases
         self.passed = 0
-        self.ties = ties_of(module)
+        self.ties = ties_of(module) if ties is None else ties
         parts = parts_of(module, aliases) if every_steps else {}
         self.families = families(parts, ranks.gather_json(list(parts)) if every_steps else [])
 

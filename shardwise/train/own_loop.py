@@ -1,5 +1,6 @@
-"""The parts for a loop of your own that are not elsewhere: init, build_optimizer, batches."""
+"""The parts for a loop of your own that are not elsewhere: init, build_optimizer, batches, check_ranks."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.optimizer import build as optimizers
 from shardwise.parallel.parallelize import parallel_of
 from shardwise.plan import check, rule_of_thumb
 from shardwise.plan.plan import Plan
+from shardwise.resilience.guards import Guards
 from shardwise.train import failure, setup
 
 
@@ -79,6 +81,27 @@ def build_optimizer(module: nn.Module, factory: Any) -> torch.optim.Optimizer:
     optimizer = factory(module) if not isinstance(factory, recipes.OptimizerSpec) else optimizers.build(factory, module)
     setup.require_optimizer(optimizer, module, parallel_of(module).plan.decision)
     return optimizer
+
+
+def check_ranks(module: nn.Module, step: int = 0) -> None:
+    """The Trainer's guards in a loop of your own: whether what must be the same on several ranks still is.
+
+    Bits of weights that several ranks hold, ties, and of the last forward_backward and clip_grad_norm since the last
+    check what was counted and divided by, the loss and the norm. After the optimizer's step, every so many steps; the
+    first time before training finds ranks that start apart. `step` is for the message. Collective.
+    Raises: RanksDiverged, the same on every rank.
+    """
+    parallel = parallel_of(module)
+    if parallel.guards is None:
+        mesh, ties = parallel.plan.decision.mesh, parallel.tied_names
+        parallel.guards = Guards(module, mesh, every_steps=1, aliases=parallel.aliases, ties=ties)
+    last, parallel.last_step = parallel.last_step, None
+    if last is None:
+        parallel.guards.check(step, counted={}, divided={}, alike={})
+        return
+    # What is not finite has no bits to agree on.
+    alike = {name: value for name, value in last.alike.items() if math.isfinite(value)}
+    parallel.guards.check(step, counted=last.counted(), divided=last.divided, alike=alike)
 
 
 class batches:

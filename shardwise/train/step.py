@@ -18,7 +18,7 @@ from shardwise import ranks
 from shardwise.data.micros import MicroBatch, Micros
 from shardwise.data.order import seed_of
 from shardwise.errors import DataError, LossError, ModelError
-from shardwise.parallel.parallelize import Parallel, parallel_of
+from shardwise.parallel.parallelize import LastStep, Parallel, parallel_of
 from shardwise.parallel.pipeline import Pipeline, signature_of
 from shardwise.parallel.staging import Split, Stage
 from shardwise.torch_private import norms, scale_, tree_map
@@ -458,9 +458,12 @@ def forward_backward(
     else:
         step = step or parallel.calls
         pieces = [MicroBatch(micros, 1.0, 1)]
-    sums = accumulate(parallel, Work(module, pieces, loss, call_inputs(module, inputs), step))
+    work = Work(module, pieces, loss, call_inputs(module, inputs), step)
+    sums = accumulate(parallel, work)
     outcome, _ = agree(parallel, sums, [])
     scale_gradients(local_gradients(parallel), 1.0 / divisor(outcome))
+    divided = dict(work.divisors) or dict.fromkeys(outcome.losses, divisor(outcome))
+    parallel.last_step = LastStep(sums.counts, divided, {"loss": outcome.loss})
     return outcome
 
 
@@ -470,4 +473,6 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
     gradients = local_gradients(parallel)
     norm = math.sqrt(ranks.all_reduce_sum(squares(parallel).reshape(1)).item())
     scale_gradients(gradients, clip_factor(norm, max_norm))
+    if parallel.last_step is not None:
+        parallel.last_step.alike["gradient norm"] = norm
     return norm

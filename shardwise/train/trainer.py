@@ -365,7 +365,6 @@ class Trainer:
             self.optimizer,
             data=self.position,
             state=ChainMap(self.state, {"trainer.scaler": self.scaler}),
-            aliases=self.parallel.aliases,
             policy=recipe.checkpoint,
             events=self.journal.events,
         )

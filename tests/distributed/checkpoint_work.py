@@ -79,7 +79,7 @@ class Training:
         self.module = sw.parallelize(module, self.plan)
         self.optimizer = sw.build_optimizer(self.module, self.grouped(fault))
         self.aliases = parallel_of(self.module).aliases
-        self.checkpointer = Checkpointer(folder, self.module, self.optimizer, aliases=self.aliases)
+        self.checkpointer = Checkpointer(folder, self.module, self.optimizer)
 
     def grouped(self, fault: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
         def build(module: nn.Module) -> torch.optim.Optimizer:
