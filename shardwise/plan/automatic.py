@@ -49,10 +49,11 @@ class Searched(NamedTuple):
 
 def costs() -> CostModel:
     """The cost model: imported when something is planned."""
+    from shardwise.cost.floor import data_floor
     from shardwise.cost.memory import memory
     from shardwise.cost.step import step
 
-    return CostModel(memory, step)
+    return CostModel(memory, step, data_floor)
 
 
 def searched(

@@ -8,6 +8,7 @@ written out.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,11 +19,15 @@ from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
 from shardwise.plan import bounds, engine, space
 from shardwise.plan.bounds import Reals
-from shardwise.plan.space import Table
+from shardwise.plan.space import Column, Table
 from shardwise.plan.subject import Subject
 
+COLUMNS = tuple(field.name for field in fields(Candidates))
 # The first look is small: it finds a good plan, which spares most of the rest. Later ones are as large as caches like.
 FIRST_CORES, MOST_CORES, ROWS = 32, 512, 8192
+ROUNDING = 1e-9
+# What says how much data-parallel ranks have to send, and how much they compute meanwhile, but for a core's options.
+BATCHED = ("pp", "tp", "cp", "ep", "data_parallel", "accumulation", "micro_batch")
 # Plans that differ in one of these are told as different; of those that agree in all, the best one.
 DISTINCT = ("pp", "tp", "cp", "ep", "zero", "recompute", "offload")
 
@@ -50,10 +55,11 @@ class StepParts(bounds.HasParts, Protocol):
 
 
 class CostModel(NamedTuple):
-    """The functions that say what plans cost."""
+    """The functions that say what plans cost, and what data parallelism adds at least, whatever a core's options."""
 
     memory: Callable[[Workload, Cluster, Candidates], MemoryParts]
     step: Callable[[Workload, Cluster, Candidates], StepParts]
+    data_floor: Callable[[Workload, Cluster, Candidates], Reals]
 
 
 class Ranked(NamedTuple):
@@ -85,17 +91,26 @@ def search(subject: Subject, model: CostModel, top: int = 5) -> Found:
     found = Found(empty, empty, space.count(task, cores) if _length(cores) else 0, 0)
     if not found.searched:
         return found
+    floors, cores["batch"] = _data_floors(subject, model, cores)
     cores["may_run"] = engine.may_run(cores) & subject.runs
-    cores["floor"] = _core_floors(subject, model, cores)
+    cores["own"] = _core_floors(subject, model, cores)
+    cores["data"] = floors.least[cores["batch"]]
+    cores["floor"] = cores["own"] + cores["data"]
     cores = space.rows(cores, np.argsort(cores["floor"], kind="stable"))
     for piece in _pieces(_length(cores)):
         some = _open(space.rows(cores, piece), found)
-        if not _length(some):
-            if cores["floor"][piece.start] > max(found.best.worst, found.running.worst if subject.runs else 0.0):
-                break
-            continue
-        found = _look_into(subject, model, some, found)
+        if _length(some):
+            found = _look_into(subject, model, some, floors, found)
+        elif cores["floor"][piece.start] * (1 - ROUNDING) > max(
+            found.best.worst, found.running.worst if subject.runs else 0.0
+        ):
+            break
     return found
+
+
+def _worst(subject: Subject, found: Found) -> float:
+    """Above it nothing comes in any more."""
+    return max(found.best.worst, found.running.worst if subject.runs else 0.0)
 
 
 def _pieces(length: int) -> Iterator[slice]:
@@ -105,46 +120,70 @@ def _pieces(length: int) -> Iterator[slice]:
         start, size = start + size, min(2 * size, MOST_CORES)
 
 
+class _DataFloors(NamedTuple):
+    """Seconds that data parallelism adds at least, for each split of each batch on a mesh; where each batch's start."""
+
+    seconds: Reals
+    starts: Column
+    least: Reals
+
+
+def _data_floors(subject: Subject, model: CostModel, cores: Table) -> tuple[_DataFloors, Column]:
+    """And the batch that each core has. Offload changes nothing of it."""
+    batches, batch = space.distinct(cores, BATCHED)
+    table = space.with_numbered_splits(subject.task, {**batches, "batch": np.arange(_length(batches))})
+    table = space.rows(table, table["offload"] == table["offload"].min(initial=0))
+    pieces = [model.data_floor(subject.workload, subject.cluster, candidates(piece)) for piece in _chunks(table)]
+    seconds = np.concatenate(pieces)
+    counts = np.bincount(table["batch"], minlength=_length(batches))
+    starts = np.cumsum(counts) - counts
+    least = np.full(_length(batches), np.inf)
+    np.minimum.at(least, table["batch"], seconds)
+    return _DataFloors(seconds, starts, least), batch
+
+
 def _core_floors(subject: Subject, model: CostModel, cores: Table) -> Reals:
-    whole = bounds.mean_rank(cores)
-    parts = [_step(subject, model, piece) for piece in _chunks(whole)]
-    return np.concatenate(
-        [bounds.compute_floor(piece, step) for piece, step in zip(_chunks(cores), parts, strict=True)]
-    )
+    pieces = _chunks(cores)
+    steps = [_step(subject, model, bounds.mean_rank(piece)) for piece in pieces]
+    return np.concatenate([bounds.compute_floor(piece, one) for piece, one in zip(pieces, steps, strict=True)])
 
 
 def _open(table: Table, found: Found) -> Table:
-    """The rows whose bound lets them be among the best."""
-    keep = (table["floor"] <= found.best.worst) | (table["may_run"] & (table["floor"] <= found.running.worst))
+    """The rows whose bound lets them be among the best; sums in another order may differ in their last digits."""
+    floor = table["floor"] * (1 - ROUNDING)
+    keep = (floor <= found.best.worst) | (table["may_run"] & (floor <= found.running.worst))
     return space.rows(table, keep)
 
 
-def _look_into(subject: Subject, model: CostModel, cores: Table, found: Found) -> Found:
+def _look_into(subject: Subject, model: CostModel, cores: Table, floors: _DataFloors, found: Found) -> Found:
     """The plans of these cores: their pipelines in order of their bounds, then all splits of those."""
     samples = bounds.samples_floor(_memory(subject, model, bounds.mean_rank(cores))) / cores["pp"]
     table = space.with_pipelines(subject.task, space.rows(cores, samples <= subject.limit))
-    table["floor"] = bounds.pipeline_floor(table, table["floor"])
+    table["floor"] = bounds.pipeline_floor(table, table["own"]) + table["data"]
     table["may_run"] = engine.may_run(table) & (table["may_run"] != 0)
-    table = _open(table, found)
-    for piece in _chunks(table):
+    for piece in _chunks(_open(table, found)):
         piece = _open(piece, found)
         piece["samples"] = bounds.samples_floor(_memory(subject, model, bounds.least_split(piece)))
         piece = space.rows(piece, piece["samples"] <= subject.limit)
         whole_copies = {**piece, "dp_replicate": piece["data_parallel"]}
-        piece["floor"] = bounds.without_split(_step(subject, model, whole_copies))
-        found = _look_at_splits(subject, model, space.rows(piece, np.argsort(piece["floor"], kind="stable")), found)
+        piece["own"] = bounds.without_split(_step(subject, model, whole_copies))
+        piece["floor"] = piece["own"] + piece["data"]
+        piece = space.rows(piece, np.argsort(piece["floor"], kind="stable"))
+        found = _look_at_splits(subject, model, piece, floors, found)
     return found
 
 
-def _look_at_splits(subject: Subject, model: CostModel, pipelines: Table, found: Found) -> Found:
+def _look_at_splits(subject: Subject, model: CostModel, pipelines: Table, floors: _DataFloors, found: Found) -> Found:
     start, size = 0, FIRST_CORES
     while start < _length(pipelines):
         some = _open(space.rows(pipelines, slice(start, start + size)), found)
         start += size
         if _length(some):
-            plans = space.with_splits(subject.task, some)
+            plans = space.with_numbered_splits(subject.task, some)
             size = max(FIRST_CORES, ROWS * _length(some) // max(1, _length(plans)))
-            found = _cost(subject, model, plans, found)
+            plans["floor"] = plans["own"] + floors.seconds[floors.starts[plans["batch"]] + plans["split"]]
+            plans["may_run"] = engine.runs(plans) & (plans["may_run"] != 0)
+            found = _cost(subject, model, _open(plans, found), found)
     return found
 
 
@@ -153,7 +192,6 @@ def _cost(subject: Subject, model: CostModel, plans: Table, found: Found) -> Fou
     workload, limit = subject.workload, subject.limit
     least = plans["samples"] + bounds.least_states(workload, plans)
     plans = space.rows(plans, np.maximum(least, bounds.states_floor(workload, plans)) <= limit)
-    plans = _open({**plans, "may_run": engine.runs(plans) & subject.runs}, found)
     if not _length(plans):
         return found
     memory = _memory(subject, model, plans)
@@ -171,14 +209,14 @@ def _ranked(ranked: Ranked, plans: Table, seconds: Reals) -> Ranked:
     plans, seconds = _chosen(plans, seconds, seconds <= ranked.worst)
     if not len(seconds):
         return ranked
-    names = [name for name in plans if name not in ("floor", "samples")]
+    names = [*COLUMNS, "data_parallel", "may_run", "bytes"]
     joined = {
         name: np.concatenate([ranked.table[name], plans[name]]) if ranked.table else plans[name] for name in names
     }
     together = np.concatenate([ranked.seconds, seconds])
-    # Of equally fast plans the one with the least memory, then the plainest.
+    # Of equally fast plans one that runs, then the one with the least memory, then the plainest.
     plain = [joined[name] for name in ("accumulation", "stages_per_rank", "bucket_bytes", "dp_replicate", "zero")]
-    order = np.lexsort((*plain, joined["bytes"], together))
+    order = np.lexsort((*plain, joined["bytes"], joined["may_run"] == 0, together))
     code = np.zeros(len(order), dtype=np.int64)
     for name in DISTINCT:
         code = code * (int(joined[name].max()) + 1) + joined[name][order]
@@ -188,7 +226,7 @@ def _ranked(ranked: Ranked, plans: Table, seconds: Reals) -> Ranked:
 
 def candidates(table: Table) -> Candidates:
     """The rows as the cost model takes them."""
-    known = {name: table[name] for name in Candidates.__dataclass_fields__ if name in table}
+    known = {name: table[name] for name in COLUMNS if name in table}
     return Candidates.of(**known)
 
 

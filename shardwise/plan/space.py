@@ -140,23 +140,27 @@ def pipelines(task: Task, pp: int, accumulation: int) -> list[Row]:
 
 
 def splits(task: Task, data_parallel: int, cp: int, ep: int) -> list[Row]:
-    """Every (dp_replicate, dp_shard, zero, offload, bucket_bytes) of so many data-parallel ranks."""
-    found: list[Row] = []
+    """Every (dp_replicate, dp_shard, zero, offload, bucket_bytes) of so many data-parallel ranks.
+
+    One kind of offload after another, each with the same splits in the same order.
+    """
+    held: list[tuple[int, int, int, int]] = []
     for shard in task.allowed("dp_shard", divisors(data_parallel)):
-        if not task.allowed("dp_replicate", [data_parallel // shard]) or not validity.experts_share_ranks(
-            shard, cp, ep
-        ):
+        whole = task.allowed("dp_replicate", [data_parallel // shard])
+        if not whole or not validity.experts_share_ranks(shard, cp, ep):
             continue
         for zero in task.allowed("zero", range(4)):
-            if not validity.shards_match_zero(zero, shard):
-                continue
-            buckets = BUCKETS if zero == 0 and data_parallel > 1 else (DEFAULT_BUCKET,)
-            fixed = task.fixed.get("bucket_bytes")
-            for offload, bucket in itertools.product(
-                task.allowed("offload", range(len(OFFLOAD))), buckets if fixed is None else (fixed,)
-            ):
-                found.append((data_parallel // shard, shard, zero, offload, bucket))
-    return found
+            if validity.shards_match_zero(zero, shard):
+                held += [(whole[0], shard, zero, bucket) for bucket in _buckets(task, zero, data_parallel)]
+    offloads = task.allowed("offload", range(len(OFFLOAD)))
+    return [(copies, shard, zero, offload, bucket) for offload in offloads for copies, shard, zero, bucket in held]
+
+
+def _buckets(task: Task, zero: int, data_parallel: int) -> tuple[int, ...]:
+    """Of whole copies; sharding communicates block by block."""
+    if "bucket_bytes" in task.fixed:
+        return (task.fixed["bucket_bytes"],)
+    return BUCKETS if zero == 0 and data_parallel > 1 else (DEFAULT_BUCKET,)
 
 
 def with_pipelines(task: Task, table: Table) -> Table:
@@ -167,6 +171,25 @@ def with_pipelines(task: Task, table: Table) -> Table:
 def with_splits(task: Task, table: Table) -> Table:
     """Every split of these cores or pipelines."""
     return grow(table, DIVIDED, SPLIT, functools.partial(splits, task))
+
+
+def with_numbered_splits(task: Task, table: Table) -> Table:
+    """The same, each with its place (`split`) among those of its kind of offload, and their number (`of_splits`)."""
+
+    def numbered(*keys: int) -> list[Row]:
+        found = splits(task, *keys)
+        kinds = max(1, len({one[SPLIT.index("offload")] for one in found}))
+        each = len(found) // kinds
+        return [(*one, place % each, each) for place, one in enumerate(found)]
+
+    return grow(table, DIVIDED, (*SPLIT, "split", "of_splits"), numbered)
+
+
+def distinct(table: Table, keys: Sequence[str]) -> tuple[Table, Column]:
+    """One row for each that these columns tell apart, and which of them each row has."""
+    code = _code(table, keys)
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    return rows(table, first), inverse
 
 
 def count(task: Task, table: Table) -> int:
@@ -231,10 +254,15 @@ def _table(names: Sequence[str], found: Sequence[Row]) -> Table:
 def _distinct(table: Table, keys: Sequence[str]) -> tuple[list[Row], Column]:
     """The distinct values of these columns together, and which of them each row has."""
     length = len(next(iter(table.values())))
-    code = np.zeros(length, dtype=np.int64)
     if not keys or not length:
-        return ([()] if length else []), code
+        return ([()] if length else []), np.zeros(length, dtype=np.int64)
+    found, inverse = distinct({key: table[key] for key in keys}, keys)
+    return [tuple(int(found[key][row]) for key in keys) for row in range(len(found[keys[0]]))], inverse
+
+
+def _code(table: Table, keys: Sequence[str]) -> Column:
+    """A number that tells rows apart by these columns."""
+    code = np.zeros(len(table[keys[0]]), dtype=np.int64)
     for key in keys:
-        code = code * (int(table[key].max()) + 1) + table[key]
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-    return [tuple(int(table[key][row]) for key in keys) for row in first], inverse
+        code = code * (int(table[key].max(initial=0)) + 1) + table[key]
+    return code
