@@ -14,7 +14,7 @@ from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
 from shardwise.inputs.recipe import DataSpec, Recipe
 from shardwise.launch import before_ranks, local, run_folder
-from shardwise.plan import rule_of_thumb
+from shardwise.plan import automatic
 from shardwise.plan.check import require
 from shardwise.plan.plan import Plan
 from shardwise.report import plan as plan_report
@@ -67,7 +67,7 @@ def train(asked: Asked) -> int:
 def _plan(recipe: Recipe) -> Plan:
     """The plan for this machine. Raises: PlanInfeasible where it cannot run here."""
     cluster = local.probe_cluster()
-    made = rule_of_thumb.plan(recipe, arch_of(recipe.model, cluster.kind), cluster)
+    made = automatic.plan(recipe, arch_of(recipe.model, cluster.kind), cluster)
     devices = recipe.train.devices
     require(made, made.decision.mesh.world if devices == "auto" else devices)
     return made

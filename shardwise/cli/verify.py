@@ -10,7 +10,7 @@ from shardwise.errors import EXIT_DONE, EXIT_FAILED, RecipeError
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
 from shardwise.launch import before_ranks, local
-from shardwise.plan import rule_of_thumb
+from shardwise.plan import automatic
 from shardwise.plan.check import require
 from shardwise.plan.plan import Plan
 
@@ -59,7 +59,7 @@ def load(asked: Asked) -> Plan:
     """The plan in a file, or the one that a recipe leads to on this machine. Raises: RecipeError."""
     if Path(asked.target).suffix == ".toml":
         recipe, cluster = recipes.load(asked.target, asked.overrides), local.probe_cluster()
-        return rule_of_thumb.plan(recipe, arch_of(recipe.model, cluster.kind), cluster)
+        return automatic.plan(recipe, arch_of(recipe.model, cluster.kind), cluster)
     if asked.overrides:
         raise RecipeError(
             "--set belongs to a recipe; a plan is a decision that was made.",

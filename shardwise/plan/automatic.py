@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from shardwise.cost.candidates import RECOMPUTE
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import Recipe
@@ -20,6 +21,11 @@ from shardwise.plan.questions import Question
 from shardwise.plan.search import CostModel, Found
 from shardwise.plan.subject import Subject, of
 from shardwise.units import format_bytes, format_seconds
+
+# Seconds of a step that differ by less are the same.
+ALIKE = 0.01
+# Plans that the engine's own choice is made among.
+LOOKED_AT = 8
 
 
 class Searched(NamedTuple):
@@ -45,6 +51,24 @@ class Searched(NamedTuple):
             faster = [one for one in faster if one.estimate.step_seconds < limit][: top // 2]
         told = [*faster, *self.running[: top - len(faster)]][:top]
         return tuple(sorted(told, key=lambda one: one.estimate.step_seconds))
+
+
+def chosen(told: tuple[Choice, ...]) -> Choice:
+    """Of plans best first, the plainest that is as fast as the first that runs; the first where none runs.
+
+    No prediction tells one percent apart, and fewer axes have fewer ways to go wrong.
+    """
+    running = [one for one in told if not one.planned_only] or list(told[:1])
+    fastest = running[0].estimate.step_seconds
+    return min((one for one in running if one.estimate.step_seconds <= fastest * (1 + ALIKE)), key=_plainness)
+
+
+def _plainness(one: Choice) -> tuple[int, ...]:
+    """Smaller is plainer: axes, then what is sharded, recomputed, moved or cut finer."""
+    decided, mesh = one.decision, one.decision.mesh
+    axes = sum(degree > 1 for degree in (*mesh.degrees, mesh.ep))
+    options = (RECOMPUTE.index(decided.recompute), int(decided.offload != "none"), decided.stages_per_rank)
+    return (axes, decided.zero, *options, int(decided.bucket_cap_mb != "default"))
 
 
 def costs() -> CostModel:
@@ -86,11 +110,12 @@ def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: i
     if by_hand or not known or not isinstance(shape, Arch):
         return rule_of_thumb.plan(recipe, shape, cluster, world=world)
     subject, model = of(recipe, shape, cluster, world=world), costs()
-    found = search.search(subject, model, top=1)
+    found = search.search(subject, model, top=LOOKED_AT)
     running = evaluate.choices(subject, model, found.running.table)
     if not running:
         return rule_of_thumb.plan(recipe, shape, cluster, world=world)
-    return plan_of(recipe, shape, cluster, running[0], reasons(subject, found, running[0], recipe))
+    best = chosen(running)
+    return plan_of(recipe, shape, cluster, best, reasons(subject, found, best, recipe))
 
 
 def plan_of(recipe: Recipe, arch: Arch, cluster: Cluster, chosen: Choice, why: tuple[str, ...]) -> Plan:
@@ -106,9 +131,9 @@ def reasons(subject: Subject, found: Found, chosen: Choice, recipe: Recipe) -> t
     parts = " and ".join(f"{share(seconds, estimate.step_seconds)} {words(name)}" for name, seconds in slowest)
     fullest = max(estimate.memory.items(), key=lambda part: part[1])
     low, high = estimate.step_seconds_interval
-    runs = "the fastest of those that this engine runs and that fit" if subject.runs else "the fastest that fits"
+    runs = "the fastest that this engine runs and that fits" if subject.runs else "the fastest that fits"
     return (
-        f"{runs}, of {found.searched:,} plans searched for {subject.task.world} ranks",
+        f"{runs} (the plainest within {ALIKE:.0%}), of {found.searched:,} plans for {subject.task.world} ranks",
         f"a step takes about {format_seconds(estimate.step_seconds)} (80 %: {format_seconds(low)} to "
         f"{format_seconds(high)}): {parts}",
         f"{format_bytes(estimate.memory_bytes)} of {format_bytes(estimate.memory_limit_bytes)} a rank, most of it "

@@ -342,7 +342,15 @@ def tensor_parallel_stays_in_a_node(plan: Plan, world: int) -> Violation | None:
     )
 
 
+def _predicted_to_fit(plan: Plan) -> bool:
+    """Whether the cost model has judged this plan, at the upper end of its interval: it knows more than these rules."""
+    estimate = plan.estimate
+    return estimate is not None and estimate.memory_bytes_interval[1] <= estimate.memory_limit_bytes
+
+
 def states_fit(plan: Plan, world: int) -> Violation | None:
+    if _predicted_to_fit(plan):
+        return None
     need = bytes_at_rest(plan)
     have = usable_bytes(plan.cluster, world)
     if need is None or need <= have:
@@ -360,6 +368,8 @@ def states_fit(plan: Plan, world: int) -> Violation | None:
 
 def activations_fit(plan: Plan, world: int) -> Violation | None:
     """By the rule of thumb for activations: states and those of the micro-batches in flight, on the fullest rank."""
+    if _predicted_to_fit(plan):
+        return None
     states, kept = bytes_at_rest(plan), activation_bytes(plan)
     have = usable_bytes(plan.cluster, world)
     if states is None or kept is None or states > have or states + kept <= have:

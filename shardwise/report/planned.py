@@ -1,12 +1,13 @@
 """What `shardwise plan` found, as text and JSON: the best plans with their intervals, why, and answers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
+from shardwise.plan import automatic
 from shardwise.plan.automatic import Searched, share, words
 from shardwise.plan.check import Violation
 from shardwise.plan.choice import Choice
@@ -16,6 +17,8 @@ from shardwise.plan.questions import WhatIf
 from shardwise.plan.shortfall import Shortfall
 from shardwise.units import GIB, format_bytes, format_count, format_seconds
 
+HEAD = ("", "plan", "micro-batch", "recompute", "step", "80 %", "tokens/s a GPU", "MFU", "memory", "80 %")
+Said = Callable[[float], str]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 # What a part of the step says about what to change.
 MEANS = {
@@ -65,8 +68,8 @@ def text(told: Planned) -> str:
 
 
 def chosen_of(done: Searched) -> Choice:
-    """What becomes the Plan: the best that the engine runs; where it runs none, the best."""
-    return (done.running or done.best)[0]
+    """What becomes the Plan: the plainest of the fastest that the engine runs; where it runs none, the fastest."""
+    return automatic.chosen(done.candidates)
 
 
 def _head(told: Planned) -> str:
@@ -83,18 +86,18 @@ def _head(told: Planned) -> str:
 
 def _table(told: tuple[Choice, ...], chosen: Choice, limit: float) -> list[str]:
     rows = [
-        ["", "plan", "micro-batch", "recompute", "step", "80 %", "tokens/s a GPU", "MFU", "memory", "80 %"],
-        *(_row(number, one, one == chosen) for number, one in enumerate(told, 1)),
+        list(HEAD),
+        *(cells(number, one, one == chosen) for number, one in enumerate(told, 1)),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [_cells(row, widths) for row in rows]
+    lines = [_line(row, widths) for row in rows]
     lines.append(f"memory: of the fullest rank, of {format_bytes(limit)}; MFU: causal attention counts as half")
     if any(one.planned_only for one in told):
         lines.append("*  planned only: this engine does not run it yet" + _reasons(told))
     return lines
 
 
-def _cells(row: list[str], widths: list[int]) -> str:
+def _line(row: list[str], widths: list[int]) -> str:
     """Words to the left, numbers to the right."""
     words_end = 4
     cells = [cell.ljust(width) for cell, width in zip(row[:words_end], widths[:words_end], strict=True)]
@@ -107,7 +110,8 @@ def _reasons(told: tuple[Choice, ...]) -> str:
     return f" ({'; '.join(found)})" if found else ""
 
 
-def _row(number: int, one: Choice, chosen: bool) -> list[str]:
+def cells(number: int, one: Choice, chosen: bool) -> list[str]:
+    """A line of the table."""
     decided, estimate = one.decision, one.estimate
     mark = "*" if one.planned_only else ">" if chosen else ""
     return [
@@ -124,7 +128,7 @@ def _row(number: int, one: Choice, chosen: bool) -> list[str]:
     ]
 
 
-def _between(ends: Interval, said: Any) -> str:
+def _between(ends: Interval, said: Said) -> str:
     return f"{said(ends[0])} - {said(ends[1])}"
 
 
@@ -162,7 +166,7 @@ def _why(told: Planned, chosen: Choice) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _parts(parts: dict[str, float], whole: float, said: Any = None) -> str:
+def _parts(parts: dict[str, float], whole: float, said: Said | None = None) -> str:
     """Parts of a percent and more, the largest first."""
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(

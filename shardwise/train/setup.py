@@ -23,7 +23,7 @@ from shardwise.models import materialize
 from shardwise.models.decoder import Decoder, initialize_decoder, next_token_sums
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
-from shardwise.plan import rule_of_thumb
+from shardwise.plan import automatic, rule_of_thumb
 from shardwise.plan.plan import Decision, Plan
 from shardwise.train.loss import Loss
 
@@ -188,7 +188,7 @@ def make_plan(recipe: Recipe, module: nn.Module) -> Plan:
 
     def decide() -> Any:
         cluster = local.probe_cluster()
-        return msgspec.to_builtins(rule_of_thumb.plan(recipe, shape, cluster, world=ranks.world()))
+        return msgspec.to_builtins(automatic.plan(recipe, shape, cluster, world=ranks.world()))
 
     return msgspec.convert(ranks.on_main(decide), Plan)
 
