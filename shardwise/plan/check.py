@@ -11,7 +11,7 @@ import msgspec
 
 from shardwise.errors import PlanInfeasible
 from shardwise.inputs.recipe import PlanRequest
-from shardwise.plan import combinations, schedules, validity
+from shardwise.plan import combinations, machines, schedules, validity
 from shardwise.plan.plan import Plan
 from shardwise.plan.rule_of_thumb import activation_bytes, bytes_at_rest, has_no_bf16, usable_bytes
 from shardwise.units import format_bytes
@@ -330,7 +330,7 @@ def combination_runs(plan: Plan, world: int) -> Violation | None:
 
 
 def tensor_parallel_stays_in_a_node(plan: Plan, world: int) -> Violation | None:
-    tp, devices = plan.decision.mesh.tp, plan.cluster.node.devices
+    tp, devices = plan.decision.mesh.tp, machines.reach(plan.cluster)
     if validity.stays_in_a_node(tp, devices) or plan.cluster.kind == "cpu":
         return None
     return Violation(

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 
 from shardwise.inputs.arch import Arch
-from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.hardware import Cluster, of_groups
 from shardwise.inputs.recipe import Recipe
 from shardwise.plan import evaluate
 from shardwise.plan.choice import Choice
+from shardwise.plan.machines import with_nodes
 from shardwise.plan.search import CostModel, Ranked, search
 from shardwise.plan.space import Table
 from shardwise.plan.subject import Subject, of
@@ -61,18 +62,6 @@ def changed(recipe: Recipe, table: str, **keys: Any) -> Recipe:
     return msgspec.structs.replace(recipe, **{table: msgspec.structs.replace(getattr(recipe, table), **keys)})
 
 
-def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
-    """The same machines, so many of them."""
-    single = (
-        cluster.name.removeprefix(f"{cluster.nodes}x") if cluster.nodes > 1 or _is_instance(cluster) else cluster.name
-    )
-    return msgspec.structs.replace(cluster, nodes=nodes, name=f"{nodes}x{single}", asked="")
-
-
-def _is_instance(cluster: Cluster) -> bool:
-    return cluster.name == f"{cluster.nodes}x{cluster.node.name}"
-
-
 def machines_for(
     question: Question, model: CostModel, tokens: float, days: float
 ) -> tuple[Machines | None, Machines | None]:
@@ -102,6 +91,24 @@ def _takes(question: Question, nodes: int, model: CostModel, tokens: float) -> M
     subject = grown.subject()
     found = search(subject, model, top=1).best
     return trained(subject, float(found.seconds[0]), tokens) if len(found.seconds) else None
+
+
+def shared_by_speed(question: Question, model: CostModel) -> float | None:
+    """Seconds of a step were each group of machines that differ given a share of the batch by its own speed.
+
+    Each group holds the model by itself, with its own best plan; what they then sum over the network between them is
+    left out. None where a group cannot hold it, or there is one group alone.
+    """
+    if not question.cluster.others:
+        return None
+    speed = 0.0
+    for group in question.cluster.groups:
+        subject = question._replace(cluster=of_groups((group,))).subject()
+        found = search(subject, model, top=1).best
+        if not len(found.seconds):
+            return None
+        speed += subject.workload.tokens / float(found.seconds[0])
+    return question.subject().workload.tokens / speed
 
 
 def trained(subject: Subject, step_seconds: float, tokens: float) -> Machines:

@@ -12,7 +12,8 @@ from shardwise.inputs.recipe import PlanRequest
 from shardwise.plan import evaluate
 from shardwise.plan.choice import Choice
 from shardwise.plan.fixed import name_of
-from shardwise.plan.questions import DOUBLINGS, Question, changed, with_nodes
+from shardwise.plan.machines import times
+from shardwise.plan.questions import DOUBLINGS, Question, changed
 from shardwise.plan.search import CostModel, search
 
 
@@ -96,14 +97,14 @@ def _changes(question: Question) -> Iterator[Proposal]:
 def more_machines(question: Question) -> Iterator[Question]:
     """Twice as many, four times, ..."""
     for doubling in range(1, DOUBLINGS + 1):
-        yield question._replace(cluster=with_nodes(question.cluster, question.cluster.nodes << doubling))
+        yield question._replace(cluster=times(question.cluster, 1 << doubling))
 
 
 def _larger_gpus(question: Question) -> Iterator[Question]:
     """As many of each GPU of the catalogue that has more memory, the smallest first."""
     cluster = question.cluster
-    larger = [gpu for gpu in catalogue().gpu if gpu.hbm_bytes > cluster.device.hbm_bytes]
-    for gpu in sorted(larger, key=lambda one: one.hbm_bytes):
+    larger = [gpu for gpu in catalogue().gpu if gpu.hbm_bytes > cluster.smallest_device.hbm_bytes]
+    for gpu in [] if cluster.others else sorted(larger, key=lambda one: one.hbm_bytes):
         yield question._replace(cluster=parse_cluster(f"{cluster.nodes}x{cluster.node.devices}x{gpu.name}"))
 
 

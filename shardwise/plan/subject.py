@@ -10,7 +10,7 @@ from shardwise.cost.workload import SHARDWISE_FP32, SHARDWISE_MIXED, Stack, Work
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import PlanRequest, Recipe
-from shardwise.plan import rule_of_thumb, space
+from shardwise.plan import machines, rule_of_thumb, space
 from shardwise.plan.space import Task
 from shardwise.units import MIB
 
@@ -30,7 +30,8 @@ def of(
 ) -> Subject:
     """`world`: the ranks that came; absent, the recipe or the cluster decides. `fixed` beside what the recipe fixes.
 
-    All GPUs are used where some degrees make them all; a batch too small for that has as many ranks as samples.
+    Groups of machines that differ get equal shares, and count as what the weakest can do. All GPUs are used where some
+    degrees make them all; a batch too small for that has as many ranks as samples.
     Raises: RecipeError where the global batch is not a whole number of samples.
     """
     batch = rule_of_thumb.global_batch(recipe)
@@ -43,7 +44,7 @@ def of(
         task = _task(recipe, arch, cluster, ranks, together)
     workload = Workload(arch, recipe.data.sequence_length, batch, precision, stack_of(precision, each.states))
     runs = not arch.engine_problem() and recipe.model.hf is None
-    return Subject(workload, cluster, task, limit_of(cluster, task.world), runs)
+    return Subject(workload, machines.alike(cluster), task, limit_of(cluster, task.world), runs)
 
 
 def _all_gpus(recipe: Recipe, cluster: Cluster, world: int | None) -> bool:
@@ -58,7 +59,7 @@ def _task(recipe: Recipe, arch: Arch, cluster: Cluster, ranks: int, fixed: Mappi
         sequence_length=recipe.data.sequence_length,
         global_batch=rule_of_thumb.global_batch(recipe),
         world=ranks,
-        devices_per_node=ranks if cluster.kind == "cpu" else cluster.node.devices,
+        devices_per_node=ranks if cluster.kind == "cpu" else machines.reach(cluster),
         most_micro_batch=None if micro == "auto" else micro,
         fixed_length=recipe.data.length_is_known,
         fixed=fixed,
@@ -75,7 +76,7 @@ def stack_of(precision: str, states: int) -> Stack:
 
 def limit_of(cluster: Cluster, ranks: int) -> float:
     """Bytes that a rank may use: all of a GPU's, as the model counts context and allocator too; a share of a host's."""
-    return cluster.device.hbm_bytes if cluster.kind == "gpu" else rule_of_thumb.usable_bytes(cluster, ranks)
+    return cluster.smallest_device.hbm_bytes if cluster.kind == "gpu" else rule_of_thumb.usable_bytes(cluster, ranks)
 
 
 def fixed_by(recipe: Recipe, cluster: Cluster) -> dict[str, int]:
