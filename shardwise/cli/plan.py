@@ -56,12 +56,12 @@ def _planned(question: Question, asked: Asked, assumed: tuple[str, ...]) -> Plan
     thumb = automatic.by_thumb(question, done.subject, model)
     if not done.found.searched:
         raise refuse(question)
-    if not done.best:
+    chosen = done.chosen
+    if chosen is None:
         return Planned(done, None, (), thumb, assumed=assumed, shortfall=shortfall(question, model))
-    chosen = report.chosen_of(done)
     why = automatic.reasons(done.subject, done.found, chosen, question.recipe)
     made = automatic.plan_of(question.recipe, question.arch, question.cluster, chosen, why)
-    changes = what_ifs(question, model, done.found.running if done.running else done.found.best, chosen)
+    changes = what_ifs(done.subject, model, done.running or done.best, chosen)
     values, lines = answers(asked.wanted, question, done.subject, chosen)
     found = check(made, made.decision.mesh.world)
     return Planned(done, made, found, thumb, changes, lines, values, assumed)

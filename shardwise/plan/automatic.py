@@ -7,7 +7,8 @@ thumb; its plan also stands beside the searched ones. No torch.
 import importlib.metadata
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.cost.candidates import RECOMPUTE
@@ -16,16 +17,24 @@ from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import Recipe
 from shardwise.plan import choice, evaluate, rule_of_thumb, search
 from shardwise.plan.choice import Choice
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Decision, Plan
 from shardwise.plan.questions import Question
 from shardwise.plan.search import CostModel, Found
-from shardwise.plan.subject import Subject, of
+from shardwise.plan.subject import Subject
 from shardwise.units import format_bytes, format_seconds
 
 # Seconds of a step that differ by less are the same.
-ALIKE = 0.01
+ALIKE = 0.02
 # Plans that the engine's own choice is made among.
 LOOKED_AT = 8
+
+
+# Subspaces without an axis or two, each looked through for what is as fast and plainer.
+PLAINER: tuple[Mapping[str, int], ...] = (
+    {"pp": 1, "tp": 1, "cp": 1, "ep": 1},
+    {"pp": 1, "cp": 1, "ep": 1},
+    {"tp": 1, "cp": 1, "ep": 1},
+)
 
 
 class Searched(NamedTuple):
@@ -39,28 +48,31 @@ class Searched(NamedTuple):
     seconds: float
 
     @property
-    def candidates(self) -> tuple[Choice, ...]:
-        """At most as many as asked for, best first. Planned-only ones are told where they are faster than what runs.
+    def chosen(self) -> Choice | None:
+        """What becomes the Plan: the plainest of those as fast as the fastest that runs; the fastest where none runs.
 
-        At most half of them, so that what runs is seen; all of them where nothing runs.
+        No prediction tells two percent apart, and fewer axes have fewer ways to go wrong. None where nothing fits.
+        """
+        if not self.running:
+            return self.best[0] if self.best else None
+        limit = self.running[0].estimate.step_seconds * (1 + ALIKE)
+        return min((one for one in self.running if one.estimate.step_seconds <= limit), key=_plainness)
+
+    @property
+    def candidates(self) -> tuple[Choice, ...]:
+        """At most as many as asked for, best first, the chosen one among them.
+
+        Planned-only ones are told where they are faster than what runs: at most half, so that what runs is seen; where
+        nothing runs, all are planned only.
         """
         top = self.found.best.most
-        faster = [one for one in self.best if one.planned_only] if self.running else list(self.best)
-        if self.running:
-            limit = self.running[0].estimate.step_seconds
-            faster = [one for one in faster if one.estimate.step_seconds < limit][: top // 2]
-        told = [*faster, *self.running[: top - len(faster)]][:top]
+        if not self.running or self.chosen is None:
+            return self.best[:top]
+        limit = self.running[0].estimate.step_seconds
+        faster = [one for one in self.best if one.planned_only and one.estimate.step_seconds < limit][: top // 2]
+        told = [*faster, *self.running[: top - len(faster)]]
+        told = told if self.chosen in told else [*told[:-1], self.chosen]
         return tuple(sorted(told, key=lambda one: one.estimate.step_seconds))
-
-
-def chosen(told: tuple[Choice, ...]) -> Choice:
-    """Of plans best first, the plainest that is as fast as the first that runs; the first where none runs.
-
-    No prediction tells one percent apart, and fewer axes have fewer ways to go wrong.
-    """
-    running = [one for one in told if not one.planned_only] or list(told[:1])
-    fastest = running[0].estimate.step_seconds
-    return min((one for one in running if one.estimate.step_seconds <= fastest * (1 + ALIKE)), key=_plainness)
 
 
 def _plainness(one: Choice) -> tuple[int, ...]:
@@ -87,9 +99,25 @@ def searched(
     start = clock()
     subject = question.subject()
     found = search.search(subject, model, top)
-    seconds = clock() - start
+    running = list(evaluate.choices(subject, model, found.running.table))
+    running += _plainer(question, subject, model, running)
+    running = sorted({one.decision: one for one in running}.values(), key=lambda one: one.estimate.step_seconds)
     best = evaluate.choices(subject, model, found.best.table)
-    return Searched(question, subject, found, best, evaluate.choices(subject, model, found.running.table), seconds)
+    return Searched(question, subject, found, best, tuple(running), clock() - start)
+
+
+def _plainer(question: Question, subject: Subject, model: CostModel, running: Sequence[Choice]) -> list[Choice]:
+    """Plans with fewer axes that are as fast, which the few fastest may leave out."""
+    if not running:
+        return []
+    ceiling = running[0].estimate.step_seconds * (1 + ALIKE)
+    found: list[Choice] = []
+    for fixed in PLAINER:
+        if all(subject.task.fixed.get(axis, 1) == 1 for axis in fixed):
+            task = replace(subject.task, fixed={**subject.task.fixed, **fixed})
+            there = search.search(subject._replace(task=task), model, LOOKED_AT, ceiling)
+            found += evaluate.choices(subject, model, there.running.table)
+    return found
 
 
 def can_predict(recipe: Recipe, cluster: Cluster) -> bool:
@@ -109,13 +137,10 @@ def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: i
     by_hand, known = recipe.train.plan != "auto", can_predict(recipe, cluster) and recipe.data.length_is_known
     if by_hand or not known or not isinstance(shape, Arch):
         return rule_of_thumb.plan(recipe, shape, cluster, world=world)
-    subject, model = of(recipe, shape, cluster, world=world), costs()
-    found = search.search(subject, model, top=LOOKED_AT)
-    running = evaluate.choices(subject, model, found.running.table)
-    if not running:
+    done = searched(Question(recipe, shape, cluster, {}, world), costs(), LOOKED_AT)
+    if not done.running or done.chosen is None:
         return rule_of_thumb.plan(recipe, shape, cluster, world=world)
-    best = chosen(running)
-    return plan_of(recipe, shape, cluster, best, reasons(subject, found, best, recipe))
+    return plan_of(recipe, shape, cluster, done.chosen, reasons(done.subject, done.found, done.chosen, recipe))
 
 
 def plan_of(recipe: Recipe, arch: Arch, cluster: Cluster, chosen: Choice, why: tuple[str, ...]) -> Plan:
@@ -133,6 +158,7 @@ def reasons(subject: Subject, found: Found, chosen: Choice, recipe: Recipe) -> t
     low, high = estimate.step_seconds_interval
     runs = "the fastest that this engine runs and that fits" if subject.runs else "the fastest that fits"
     return (
+        split_words(chosen.decision),
         f"{runs} (the plainest within {ALIKE:.0%}), of {found.searched:,} plans for {subject.task.world} ranks",
         f"a step takes about {format_seconds(estimate.step_seconds)} (80 %: {format_seconds(low)} to "
         f"{format_seconds(high)}): {parts}",
@@ -140,6 +166,21 @@ def reasons(subject: Subject, found: Found, chosen: Choice, recipe: Recipe) -> t
         f"{words(fullest[0])} ({format_bytes(fullest[1])})",
         rule_of_thumb.precision_of(recipe, subject.cluster)[1],
     )
+
+
+def split_words(decided: Decision) -> str:
+    """Who holds and computes what, as a reason of a plan."""
+    mesh = decided.mesh
+    held = {
+        0: "each rank keeps a whole copy, gradients are averaged",
+        1: f"optimizer states are sharded over {mesh.dp_shard} ranks",
+        2: f"gradients and optimizer states are sharded over {mesh.dp_shard} ranks",
+        3: f"weights, gradients and states are sharded over {mesh.dp_shard} ranks",
+    }[decided.zero]
+    parts = [f"zero {decided.zero}: {held}" if mesh.data_parallel > 1 else ""]
+    parts += [f"tp = {mesh.tp}: each layer is split over {mesh.tp} ranks" if mesh.tp > 1 else ""]
+    parts += [f"pp = {mesh.pp}: {mesh.pp * decided.stages_per_rank} stages of blocks" if mesh.pp > 1 else ""]
+    return "; ".join(part for part in parts if part) or "one rank: nothing to split"
 
 
 def by_thumb(question: Question, subject: Subject, model: CostModel) -> tuple[Plan, Choice | None]:

@@ -3,7 +3,7 @@
 Each answer is what a search found, or what the cost model says of plans that one found.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,10 +12,10 @@ import numpy as np
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster, of_groups
 from shardwise.inputs.recipe import Recipe
-from shardwise.plan import evaluate
+from shardwise.plan import choice, evaluate
 from shardwise.plan.choice import Choice
 from shardwise.plan.machines import with_nodes
-from shardwise.plan.search import CostModel, Ranked, search
+from shardwise.plan.search import CostModel, search
 from shardwise.plan.space import Table
 from shardwise.plan.subject import Subject, of
 
@@ -25,15 +25,16 @@ DOUBLINGS = 14
 
 
 class Question(NamedTuple):
-    """What a search is asked: its inputs, and what is fixed beside what the recipe fixes."""
+    """What a search is asked: its inputs, what is fixed beside what the recipe fixes, and the ranks that came."""
 
     recipe: Recipe
     arch: Arch
     cluster: Cluster
     fixed: Mapping[str, int]
+    world: int | None = None
 
     def subject(self) -> Subject:
-        return of(self.recipe, self.arch, self.cluster, fixed=self.fixed)
+        return of(self.recipe, self.arch, self.cluster, world=self.world, fixed=self.fixed)
 
 
 class Machines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,22 +165,23 @@ def _largest(question: Question, model: CostModel, grown: Callable[[Question, in
     return largest
 
 
-def what_ifs(question: Question, model: CostModel, told: Ranked, best: Choice) -> tuple[WhatIf, ...]:
-    """What changes with the user's own choices, over the plans told, as the search ranked them: `best` is the first."""
+def what_ifs(subject: Subject, model: CostModel, told: Sequence[Choice], chosen: Choice) -> tuple[WhatIf, ...]:
+    """What changes with the user's own choices, over the plans told: the best of them then, beside the chosen one."""
+    splits = subject.task.fixed.get("sequence_parallel", 1) == 1
+    table = choice.table([choice.row(one.decision, splits) for one in (chosen, *told)])
     found = []
-    subject = question.subject()
     for what, other in _choices_of_the_user(subject):
-        estimates = evaluate.estimate(other, model, told.table)
+        estimates = evaluate.estimate(other, model, table)
         fitting = [one for one in estimates if one.memory_bytes_interval[1] <= other.limit]
-        chosen = min(fitting or estimates, key=lambda one: one.step_seconds)
+        best = min(fitting or estimates, key=lambda one: one.step_seconds)
         found.append(
             WhatIf(
                 what=what,
-                step_seconds=chosen.step_seconds,
-                speedup=best.estimate.step_seconds / chosen.step_seconds,
-                memory_bytes=chosen.memory_bytes,
+                step_seconds=best.step_seconds,
+                speedup=chosen.estimate.step_seconds / best.step_seconds,
+                memory_bytes=best.memory_bytes,
                 fits=bool(fitting),
-                same_plan=chosen is estimates[0],
+                same_plan=best is estimates[0],
             )
         )
     return tuple(found)

@@ -63,16 +63,17 @@ class CostModel(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """Plans best first, distinct, at most `most`; of all of them, or of those that run."""
+    """Plans best first, distinct, at most `most`, none above `ceiling` seconds: of all, or of those that run."""
 
     table: Table
     seconds: Reals
     most: int
+    ceiling: float = np.inf
 
     @property
     def worst(self) -> float:
         """What a plan must beat to come in."""
-        return float(self.seconds[-1]) if len(self.seconds) >= self.most else np.inf
+        return float(self.seconds[-1]) if len(self.seconds) >= self.most else self.ceiling
 
 
 class Found(NamedTuple):
@@ -84,10 +85,10 @@ class Found(NamedTuple):
     costed: int
 
 
-def search(subject: Subject, model: CostModel, top: int = 5) -> Found:
-    """The `top` fastest plans that fit for sure, and the `top` of those that the engine runs."""
+def search(subject: Subject, model: CostModel, top: int = 5, ceiling: float = np.inf) -> Found:
+    """The `top` fastest plans that fit for sure, and the `top` of those that the engine runs; none above `ceiling`."""
     task, cores = subject.task, space.cores(subject.task)
-    empty = Ranked({}, np.zeros(0), top)
+    empty = Ranked({}, np.zeros(0), top, ceiling)
     found = Found(empty, empty, space.count(task, cores) if _length(cores) else 0, 0)
     if not found.searched:
         return found
@@ -221,7 +222,7 @@ def _ranked(ranked: Ranked, plans: Table, seconds: Reals) -> Ranked:
     for name in DISTINCT:
         code = code * (int(joined[name].max()) + 1) + joined[name][order]
     first = np.sort(np.unique(code, return_index=True)[1])[: ranked.most]
-    return Ranked(space.rows(joined, order[first]), together[order[first]], ranked.most)
+    return ranked._replace(table=space.rows(joined, order[first]), seconds=together[order[first]])
 
 
 def candidates(table: Table) -> Candidates:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shardwise.plan import automatic
 from shardwise.plan.automatic import Searched, share, words
 from shardwise.plan.check import Violation
 from shardwise.plan.choice import Choice
@@ -57,19 +56,14 @@ def text(told: Planned) -> str:
     """For a person."""
     done = told.searched
     lines = [_head(told), f"{done.found.searched:,} plans searched in {format_seconds(done.seconds)}"]
-    if not done.best:
+    chosen = done.chosen
+    if chosen is None:
         return "\n".join([*lines, "", *_nothing(told)])
-    chosen = chosen_of(done)
     lines += ["", *_table(done.candidates, chosen, done.subject.limit), "", "why", *_why(told, chosen)]
     if told.what_ifs:
         lines += ["what if", *(f"  {_what_if(one)}" for one in told.what_ifs)]
     lines += ["answers", *(f"  {answer}" for answer in told.answers)] if told.answers else []
     return "\n".join(lines)
-
-
-def chosen_of(done: Searched) -> Choice:
-    """What becomes the Plan: the plainest of the fastest that the engine runs; where it runs none, the fastest."""
-    return automatic.chosen(done.candidates)
 
 
 def _head(told: Planned) -> str:
@@ -160,7 +154,7 @@ def _why(told: Planned, chosen: Choice) -> list[str]:
     ]
     if told.plan is not None:
         lines += [f"runs    not as it is: {one.what} fix: {one.fix}" for one in told.violations]
-    if told.searched.running and chosen != told.searched.candidates[0]:
+    if told.searched.running and told.searched.candidates[0].planned_only:
         gain = estimate.step_seconds / told.searched.candidates[0].estimate.step_seconds - 1
         lines.append(f"ahead   what this engine does not run yet would be {gain:.0%} faster")
     return [f"  {line}" for line in lines]

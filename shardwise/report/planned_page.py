@@ -46,7 +46,7 @@ class Stack(NamedTuple):
 def page(told: Planned, stages: Sequence[Stack] = ()) -> str:
     """HTML. `stages`: memory by pipeline rank of the chosen plan; empty: of the fullest rank of each plan told."""
     done = told.searched
-    chosen = planned.chosen_of(done)
+    chosen = done.chosen or done.candidates[0]
     title = f"{done.subject.workload.arch.name} on {done.subject.cluster.name}"
     stacks = list(stages) or [Stack(f"plan {at}", one.estimate.memory) for at, one in enumerate(done.candidates, 1)]
     whose = "by pipeline rank" if stages else "of the fullest rank, by plan"
