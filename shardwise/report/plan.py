@@ -74,7 +74,11 @@ def _count(number: int, word: str, ending: str = "s") -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """Bytes between steps, and about how many the activations take; empty where the model's shape is not known."""
+    """What was predicted; else bytes between steps and of activations; empty where nothing is known."""
+    if plan.estimate is not None:
+        low, high = plan.estimate.memory_bytes_interval
+        predicted = f"{format_bytes(plan.estimate.memory_bytes)} (80 %: {format_bytes(low)} to {format_bytes(high)})"
+        return f"{predicted} of {format_bytes(plan.estimate.memory_limit_bytes)} on the fullest rank"
     at_rest, kept = bytes_at_rest(plan), activation_bytes(plan)
     if at_rest is None:
         return ""
