@@ -1,10 +1,10 @@
 """The search: the best plans of the whole space, exactly, without writing most of it out. No torch.
 
-Best first with three bounds (plan/bounds.py), each cheaper than what it saves. A core's own arithmetic bounds how fast
-its plans can be; with a pipeline's bubble and transfers they can only be slower; the bytes of states that a split must
-keep say whether it can fit. What is left is asked of the cost model. Once the next bound is above the worst of the best
-plans found, nothing that was not looked at can be among them. tests/unit/test_search.py holds it against the space
-written out.
+Best first with bounds (plan/bounds.py), each cheaper than what it saves. A core's own arithmetic and what data parallel
+adds at least bound how fast its plans can be; with a pipeline's bubble and transfers they can only be slower; the
+bytes of a pipeline's samples and of the states that a split must keep say whether it can fit. What is left is asked of
+the cost model. Once the next bound is above the worst of the best plans found, nothing that was not looked at can be
+among them. tests/unit/test_search.py and test_search_costs.py hold it against the space written out.
 """
 
 from collections.abc import Callable, Iterator
@@ -102,9 +102,7 @@ def search(subject: Subject, model: CostModel, top: int = 5, ceiling: float = np
         some = _open(space.rows(cores, piece), found)
         if _length(some):
             found = _look_into(subject, model, some, floors, found)
-        elif cores["floor"][piece.start] * (1 - ROUNDING) > max(
-            found.best.worst, found.running.worst if subject.runs else 0.0
-        ):
+        elif cores["floor"][piece.start] * (1 - ROUNDING) > _worst(subject, found):
             break
     return found
 
