@@ -145,6 +145,21 @@ def doctor(as_json: AsJson = False) -> None:
     reported(lambda: verb.doctor(as_json), as_json)
 
 
+dev = typer.Typer(help="For those who test Shardwise itself.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(dev, name="dev")
+
+
+@dev.command(epilog="Example: shardwise dev score runs.csv --json")
+def score(
+    runs: Annotated[str, typer.Argument(help="A CSV of measured runs, a line each.")],
+    as_json: AsJson = False,
+) -> None:
+    """How far the predicted step time and memory are from measured runs. docs/guides/score.md has the columns."""
+    from shardwise.cli import dev as verb
+
+    reported(lambda: verb.score(runs, as_json), as_json)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The console script. Exit codes: 0 done, 1 failed, 2 bad input, 75 requeue, 130 stopped by Ctrl-C.
 

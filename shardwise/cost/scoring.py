@@ -71,7 +71,10 @@ class Sweeps(msgspec.Struct, frozen=True):
 
 
 class Overall(msgspec.Struct, frozen=True):
-    """Means over families. interval_coverage: of all time and memory. called fitting: the interval's high end fits."""
+    """Means over families. interval_coverage: of all time and memory.
+
+    oom_rows: runs that were out of memory and whose memory is predicted. called fitting: the interval's high end fits.
+    """
 
     time: Errors
     memory: Errors
@@ -169,7 +172,7 @@ def _overall(rows: Sequence[Row], kept: list[int], predicted: Predictions, sourc
     covered = [
         each for source in sources for each in (source.time.coverage, source.memory.coverage) if each is not None
     ]
-    failed = [place for place in kept if rows[place].out_of_memory]
+    failed = [place for place in kept if rows[place].out_of_memory and np.isfinite(predicted.device.high[place])]
     return Overall(
         time=time,
         memory=memory,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardwise.cost.scoring import Errors, Regret, Score, Source
+from shardwise.cost.scoring import Errors, Overall, Regret, Score, Source
 
 WORST_SWEEPS = 5
 
@@ -53,8 +53,7 @@ def _summary(score: Score) -> list[str]:
     lines = [
         f"errors are |predicted / measured - 1|; every source counts the same; intervals claim 80 %, and "
         f"{share(overall.interval_coverage, 0)} of the measurements lie in them",
-        f"memory below 5 GB: {overall.small_memory.rows} rows, median {share(overall.small_memory.median)}",
-        f"out of memory: {overall.oom_called_fitting} of {overall.oom_rows} such runs were called fitting",
+        *_memory(overall),
     ]
     if regret.count:
         lines.append(
@@ -63,6 +62,15 @@ def _summary(score: Score) -> list[str]:
         )
         lines += [_sweep(each) for each in regret.sweeps[:WORST_SWEEPS] if each.regret > 0]
     return lines + _skipped(score)
+
+
+def _memory(overall: Overall) -> list[str]:
+    if not overall.memory.rows + overall.small_memory.rows + overall.oom_rows:
+        return ["memory: no row has both a measurement and a prediction"]
+    return [
+        f"memory below 5 GB: {overall.small_memory.rows} rows, median {share(overall.small_memory.median)}",
+        f"out of memory: {overall.oom_called_fitting} of {overall.oom_rows} such runs were called fitting",
+    ]
 
 
 def _sweep(each: Regret) -> str:

@@ -134,6 +134,11 @@ def test_out_of_memory_rows_are_called_fitting_where_the_high_end_fits() -> None
         assert (found.oom_rows, found.oom_called_fitting) == (1, called)
 
 
+def test_out_of_memory_rows_without_a_prediction_are_not_counted() -> None:
+    found = scoring.score(MEASURED, replace(scaled(MEASURED, 1.0), device=interval([None] * len(MEASURED)))).overall
+    assert (found.oom_rows, found.oom_called_fitting) == (0, 0)
+
+
 def test_regret_is_what_the_choice_costs_over_the_best_of_a_sweep() -> None:
     first = next(row for row in MEASURED if row.family == "vtrain")
     assert first.candidate is not None
