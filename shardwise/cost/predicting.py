@@ -39,6 +39,7 @@ WIDER: Mapping[str, tuple[float, float]] = {
     "n_gpus": (0.05, 0.05),
     "params_b": (0.05, 0.05),
     "noise": (0.20, 0.0),
+    "test_node": (0.50, 0.0),
     "activation_offload": (0.05, 0.15),
     "seq_len": (0.30, 0.20),
 }

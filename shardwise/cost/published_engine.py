@@ -31,6 +31,7 @@ UNSAID = r"|-|\?|n/?a|unstated|unknown|not stated"
 # Words that doubt a figure of their own row.
 DOUBTS = {
     "n_gpus": r"n_gpus=\d+ assumed",
+    "test_node": r"\bci node\b|deterministic-mode",
     "noise": r"p90/p10 = (1\.[2-9]|[2-9])|\bdoubtful\b|doubt tokens",
     "activation_offload": r"act(ivation)?s? offload|fine[-_]grained[-_]offload",
     "seq_len": r"seq\w* (is a cap|.*shorter)",
@@ -131,7 +132,18 @@ def stack_of(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
     stack = _optimizer(_bare_stack(reported, facts, unknown), facts, unknown)
     fused_attention = _fused_attention(reported, facts, unknown)
     fused_loss = bool(facts.found(r"cross-entropy(-loss)?[- ]fusion|fused (ce|loss|cross)|chunked ce|liger|cut cross"))
-    return msgspec.structs.replace(stack, fused_attention=fused_attention, fused_loss=fused_loss)
+    overlap = _overlap(reported, facts)
+    return msgspec.structs.replace(stack, fused_attention=fused_attention, fused_loss=fused_loss, overlap=overlap)
+
+
+def _overlap(reported: Reported, facts: Facts) -> bool:
+    """False where the words say so, or Megatron-LM's flags do not ask for it; and with replicas in fp16, as engines of
+    those years reduced gradients after the last backward."""
+    if facts.found(r"\bno (\S+ )*\S*overlap|without overlap"):
+        return False
+    if facts.found(r"transformer-impl="):
+        return bool(facts.found(r"overlap-grad-reduce"))
+    return "fp16" not in reported.text("precision").lower() or _stage(_sharding(reported)) == 3
 
 
 def _bare_stack(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:

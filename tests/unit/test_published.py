@@ -226,6 +226,26 @@ def test_cumulative_techniques_are_kept_by_the_rows_below(tmp_path: Path) -> Non
     assert [row.workload.stack.states for row in found if row.workload] == [4, 4, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("cells", "overlap"),
+    [
+        ({}, True), ({"notes": "1F1B; no grad bucketing/overlap"}, False), ({"precision": "fp16"}, False),
+        ({"precision": "fp16", "zero_stage_or_fsdp": "zero3(DeepSpeed)"}, True),
+        ({"notes": "transformer-impl=transformer_engine"}, False),
+        ({"notes": "transformer-impl=transformer_engine; overlap-grad-reduce"}, True),
+    ],
+)  # fmt: skip
+def test_whether_gradients_are_reduced_beside_backward(tmp_path: Path, cells: dict[str, str], overlap: bool) -> None:
+    row = usable(tmp_path, ffn="8192", **cells)
+    assert row.workload is not None and row.workload.stack.overlap == overlap
+
+
+def test_what_the_notes_doubt_is_not_known(tmp_path: Path) -> None:
+    assert "test_node" in usable(tmp_path, notes="CI node (noisy)").unknown
+    assert "noise" in usable(tmp_path, notes="iteration time p90/p10 = 1.78").unknown
+    assert not {"test_node", "noise"} & usable(tmp_path, notes="iteration time p90/p10 = 1.05").unknown
+
+
 def test_offload_is_read_of_states_and_not_of_activations(tmp_path: Path) -> None:
     assert OFFLOAD[column(usable(tmp_path, notes="CPU offload"), "offload")] == "cpu"
     assert OFFLOAD[column(usable(tmp_path, model="own +act offload"), "offload")] == "none"
