@@ -17,9 +17,13 @@ MeasuredRank = Literal["fullest", "first", "last"]
 CAST = Stack("cast from fp32", weights=0, masters=4, gathered=2, gradients=4, reduced=4, states=8)
 # 16-bit weights beside fp32 masters, and fp32 gradients.
 # Source: Megatron-LM docs/source/api-guide/dist_optimizer.md (bf16 parameters, fp32 gradients: 18 bytes in all).
-MAIN_GRADIENTS = Stack("masters, fp32 gradients", weights=2, masters=4, gathered=2, gradients=4, reduced=4, states=8)
+# Its kernels fuse the gate and its product, and its selective recompute makes again the inside of attention alone.
+MAIN_GRADIENTS = Stack(
+    "masters, fp32 gradients", weights=2, masters=4, gathered=2, gradients=4, reduced=4, states=8, kernels="fused",
+    selective="all but attention",
+)  # fmt: skip
 # The same with gradients in the weights' precision: ZeRO's 16 bytes. Source: Rajbhandari et al., arXiv 1910.02054, 3.1.
-HALF_GRADIENTS = Stack("masters, 16-bit gradients", weights=2, masters=4, gathered=2, gradients=2, reduced=2, states=8)
+HALF_GRADIENTS = msgspec.structs.replace(MAIN_GRADIENTS, name="masters, 16-bit gradients", gradients=2, reduced=2)
 # Everything in 16 bits, moments too.
 PURE = Stack("all in 16 bits", weights=2, masters=0, gathered=2, gradients=2, reduced=2, states=4)
 SINGLE = Stack("all in 32 bits", weights=0, masters=4, gathered=4, gradients=4, reduced=4, states=8)

@@ -21,6 +21,9 @@ class Stack(Frozen, frozen=True):
     collectives carry it and as it stands whole. gradients: of one kept between micro-batches. reduced: of one on the
     wire. states: of the optimizer (8: two fp32 moments). fused_attention: no score matrix is kept.
     fused_loss: no fp32 copy of the logits is kept. overlap: collectives of data parallelism run beside arithmetic.
+    kernels: eager: torch's own on a GPU; composed: norms in several operators, as on a CPU; fused: of gate and product
+    in one, and inputs of split layers gathered again in backward, as Megatron's. selective: what that recompute keeps,
+    the results of products and of attention, or all but the inside of attention.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Stack(Frozen, frozen=True):
     fused_attention: bool = True
     fused_loss: bool = False
     overlap: bool = True
+    kernels: Literal["composed", "eager", "fused"] = "eager"
+    selective: Literal["products", "all but attention"] = "products"
 
 
 # This engine: fp32 masters are the parameters, compute copies are cast or gathered, gradients are fp32.
