@@ -141,13 +141,13 @@ def stack_of(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
 
 
 def _overlap(reported: Reported, facts: Facts) -> bool:
-    """False where the words say so, or Megatron-LM's flags do not ask for it; and with replicas in fp16, as engines of
-    those years reduced gradients after the last backward."""
+    """False where the words say so, or Megatron-LM's flags do not ask for it; and with fp16, as engines of those
+    years exchanged before and after arithmetic."""
     if facts.found(r"\bno (\S+ )*\S*overlap|without overlap"):
         return False
     if facts.found(r"transformer-impl="):
         return bool(facts.found(r"overlap-grad-reduce"))
-    return "fp16" not in reported.text("precision").lower() or _stage(_sharding(reported)) == 3
+    return "fp16" not in reported.text("precision").lower()
 
 
 def _bare_stack(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
