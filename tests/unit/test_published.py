@@ -230,7 +230,8 @@ def test_cumulative_techniques_are_kept_by_the_rows_below(tmp_path: Path) -> Non
     ("cells", "overlap"),
     [
         ({}, True), ({"notes": "1F1B; no grad bucketing/overlap"}, False), ({"precision": "fp16"}, False),
-        ({"precision": "fp16", "zero_stage_or_fsdp": "zero3(DeepSpeed)"}, False), ({"zero_stage_or_fsdp": "fsdp2"}, True),
+        ({"precision": "fp16", "zero_stage_or_fsdp": "zero3(DeepSpeed)"}, False),
+        ({"zero_stage_or_fsdp": "fsdp2"}, True),
         ({"notes": "transformer-impl=transformer_engine"}, False),
         ({"notes": "transformer-impl=transformer_engine; overlap-grad-reduce"}, True),
     ],
