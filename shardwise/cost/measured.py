@@ -2,10 +2,8 @@
 
 import importlib.util
 
-import numpy as np
-
 from shardwise.cost.candidates import Candidates
-from shardwise.cost.predicting import Floats, Interval
+from shardwise.cost.predicting import Interval
 from shardwise.cost.published_engine import MeasuredRank, MemoryKind
 from shardwise.cost.step import step
 from shardwise.cost.workload import Workload
@@ -26,22 +24,16 @@ def time_model(workload: Workload, cluster: Cluster, candidates: Candidates) -> 
 def memory_model(
     workload: Workload, cluster: Cluster, candidates: Candidates, kind: MemoryKind, rank: MeasuredRank
 ) -> tuple[Interval, Interval]:
-    """Bytes as they were measured, and of the whole device.
+    """Bytes as they were measured, and of the whole device on its fullest rank.
 
-    The model tells the fullest rank: what was measured on the first or last rank of a pipeline has no prediction.
     Raises: ShardwiseError where the model refuses the workload.
     """
     if not memory_is_modelled():
         return Interval.absent(len(candidates)), Interval.absent(len(candidates))
     from shardwise.cost.memory import memory
 
-    found = memory(workload, cluster, candidates)
-    device = Interval(found.device, found.low, found.high)
-    bytes_of: dict[MemoryKind, Floats] = {
-        "allocated": found.logical,
-        "reserved": found.logical + found.allocator,
-        "device": found.device,
-    }
-    other_rank = (rank != "fullest") & (candidates.pp > 1)
-    held = np.where(other_rank, np.nan, bytes_of[kind])
-    return Interval(held, held * device.low / device.value, held * device.high / device.value), device
+    fullest = memory(workload, cluster, candidates)
+    measured = fullest if rank == "fullest" else memory(workload, cluster, candidates, rank)
+    held = measured.of_kind(kind)
+    device = Interval(fullest.device, fullest.low, fullest.high)
+    return Interval(held, held * measured.below, held * measured.above), device
