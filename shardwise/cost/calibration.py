@@ -100,7 +100,31 @@ def values(constants: dict[str, Constant], table: type[Table], *, prior: bool = 
     return msgspec.convert({name: each.prior if prior else each.value for name, each in constants.items()}, table)
 
 
+class MemoryConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Those of moments.py and memory.py; units and origins stand in calibration.toml."""
+
+    context_bytes: float
+    communicator_bytes: float
+    group_bytes: float
+    reserved_share: float
+    reserved_sharded: float
+    compiled_activations: float
+    logit_bytes: float
+    logit_bytes_chunked: float
+    logit_bytes_compiled: float
+    logit_bytes_fused_kernels: float
+    logit_bytes_fused_loss_kernels: float
+    interval_base: float
+    interval_activations: float
+
+
 @functools.cache
 def time_constants() -> TimeConstants:
     """The calibrated constants of time."""
     return values(calibration().time, TimeConstants)
+
+
+@functools.cache
+def memory_constants() -> MemoryConstants:
+    """The calibrated constants of memory."""
+    return values(calibration().memory, MemoryConstants)

@@ -1,0 +1,221 @@
+"""What a block keeps from its forward to its backward, tensor by tensor, in bytes a token; and what backward adds.
+
+Source: the tensors that autograd saves, read from torch's and Megatron-LM's modules; sums agree with Korthikanti et al.,
+arXiv 2205.05198, section 4. No torch.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cost.candidates import Candidates
+from shardwise.cost.workload import Workload
+
+Floats = NDArray[np.float64]
+# split: over the ranks of tensor parallelism. positions: over them too, where sequence parallel is on. whole: on each.
+Over = Literal["split", "positions", "whole"]
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+FP32 = 4
+
+
+class Saved(NamedTuple):
+    """A tensor that backward needs. size: bytes a token. none, selective, full: whether that recompute keeps it.
+
+    for_weights: nothing needs it but the gradient of the weight that it is multiplied with.
+    """
+
+    name: str
+    size: float
+    over: Over
+    none: bool = True
+    selective: bool = True
+    full: bool = False
+    for_weights: bool = False
+
+
+class Widths(NamedTuple):
+    """Bytes a token by how they are divided."""
+
+    split: float
+    positions: float
+    whole: float
+
+    def on_rank(self, candidates: Candidates) -> Floats:
+        """Bytes a token on one rank. Shapes: [n]."""
+        tp = candidates.tp
+        shared = np.where(candidates.sequence_parallel, tp, 1)
+        return np.asarray(self.split / tp + self.positions / shared + self.whole, dtype=np.float64)
+
+
+class Kept(NamedTuple):
+    """Of one block: kept by each recompute (none, selective, full); made again by it; and added while backward runs.
+
+    beside_ffn: at the fullest moment of the feed-forward's backward. beside_norm: of a norm's.
+    ffn: of what is kept or made again, that the feed-forward has let go when its norm's backward runs.
+    """
+
+    kept: tuple[Widths, Widths, Widths]
+    again: tuple[Widths, Widths, Widths]
+    beside_ffn: Widths
+    beside_norm: Widths
+    ffn: Widths
+
+
+@functools.lru_cache(maxsize=256)
+def of_block(workload: Workload, sparse: bool) -> Kept:
+    """One block, with experts or without."""
+    attention, ffn = list(_attention(workload)), list(_experts(workload) if sparse else _dense(workload))
+    saved = _needed(workload, [*attention, *ffn])
+    modes = ("none", "selective", "full")
+    kept = tuple(_sum(one for one in saved if getattr(one, mode)) for mode in modes)
+    again = tuple(
+        Widths(0, 0, 0) if mode == "none" else _sum(one for one in saved if one.none and not getattr(one, mode))
+        for mode in modes
+    )
+    inner = [one for one in saved if one in ffn and one.none and not one.name.startswith("residual")]
+    return Kept(kept, again, _beside_ffn(workload, sparse), _beside_norm(workload), _sum(inner))  # type: ignore[arg-type]
+
+
+def compute_bytes(workload: Workload) -> int:
+    """Of one number of an activation."""
+    return COMPUTE_BYTES[workload.precision]
+
+
+def saved_tensors(workload: Workload, sparse: bool) -> tuple[Saved, ...]:
+    """All of them, as they are counted."""
+    ffn = _experts(workload) if sparse else _dense(workload)
+    return tuple(_needed(workload, [*_attention(workload), *ffn]))
+
+
+def _sum(saved: Iterator[Saved] | list[Saved]) -> Widths:
+    found = {"split": 0.0, "positions": 0.0, "whole": 0.0}
+    for one in saved:
+        found[one.over] += one.size
+    return Widths(**found)
+
+
+def _needed(workload: Workload, saved: list[Saved]) -> list[Saved]:
+    """Without what only the gradients of weights that are not trained would need."""
+    trainable = workload.trainable
+    if trainable.kind != "lora":
+        return saved
+    targets = {name for target in trainable.targets for name in TARGETS.get(target, (target,))}
+    return [one for one in saved if not one.for_weights or one.name in targets]
+
+
+# Which input a factor of LoRA reads, by the projection that it stands beside.
+TARGETS = {
+    **dict.fromkeys(("query", "key", "value", "q_proj", "k_proj", "v_proj", "qkv"), ("normed before attention",)),
+    **dict.fromkeys(("gate", "up", "gate_proj", "up_proj", "w1", "w3"), ("normed before feed-forward",)),
+    **dict.fromkeys(("down", "down_proj", "w2"), ("into down",)),
+}
+
+
+def _norm(workload: Workload, place: str) -> Iterator[Saved]:
+    """The residual stream that goes in, its inverse root, and the result, which products read."""
+    width, size, kernels = workload.arch.hidden_size, compute_bytes(workload), workload.stack.kernels
+    composed, keeps = kernels == "composed", workload.stack.selective != "products"
+    first = place == "attention"
+    # Composed norms compute in fp32: a copy of what goes in, and the normalised one before its scale.
+    yield Saved(f"residual before {place}", width * (FP32 if composed and not first else size), "positions",
+                selective=first or keeps, full=first)  # fmt: skip
+    if composed:
+        if first and size < FP32:
+            # In place of the input itself, which nothing else keeps.
+            yield Saved("residual in fp32", width * (FP32 - size), "positions", selective=keeps)
+        yield Saved(f"scaled before {place}", width * FP32, "positions", selective=keeps)
+    yield Saved(f"root before {place}", FP32, "positions", selective=keeps)
+    gathered: Over = "positions" if kernels == "fused" else "whole"
+    yield Saved(f"normed before {place}", width * size, gathered, selective=keeps, for_weights=True)
+
+
+def _attention(workload: Workload) -> Iterator[Saved]:
+    arch, size, keeps = workload.arch, compute_bytes(workload), workload.stack.selective != "products"
+    query, value = arch.num_heads * arch.key_head_dim, arch.num_heads * arch.value_head_dim
+    latent = arch.latent
+    key = query if latent else arch.num_kv_heads * arch.head_dim
+    values = value if latent else arch.num_kv_heads * arch.head_dim
+    yield from _norm(workload, "attention")
+    if latent:
+        ranks = latent.query_rank + latent.key_value_rank
+        yield Saved("latents", size * (ranks + latent.rope_head_dim), "positions")
+        yield Saved("normed latents", size * ranks, "positions", selective=keeps, for_weights=True)
+    if arch.qk_norm:
+        yield Saved("queries and keys before their norm", size * (query + key), "split")
+    yield Saved("queries and keys", size * (query + key), "split")
+    yield Saved("values", size * values, "split")
+    yield Saved("attention", size * value, "split")
+    yield Saved("log of sums", FP32 * arch.num_heads, "split", selective=True)
+    if not workload.stack.fused_attention:
+        # The softmax; with dropout its mask and its result too. Source: Korthikanti et al., section 4.1.
+        each = size + (1 + size if arch.dropout else 0)
+        yield Saved("scores", each * arch.num_heads * workload.sequence_length, "split", selective=False)
+    if not keeps:
+        yield Saved("attention projected", size * arch.hidden_size, "whole", none=False)
+    yield from _after(workload, "attention")
+
+
+def _after(workload: Workload, place: str) -> Iterator[Saved]:
+    arch, size = workload.arch, compute_bytes(workload)
+    if arch.dropout:
+        yield Saved(
+            f"dropout after {place}", arch.hidden_size, "positions", selective=workload.stack.selective != "products"
+        )
+    if arch.norms_per_block == 4:
+        yield Saved(f"{place} before its norm", size * arch.hidden_size, "positions")
+
+
+def _gate(workload: Workload, width: float, prefix: str = "") -> Iterator[Saved]:
+    """What an activation function and a gate keep of a width of numbers a token."""
+    size, keeps = compute_bytes(workload), workload.stack.selective != "products"
+    halves = 2 if workload.arch.gated_ffn else 1
+    yield Saved(f"{prefix}gate and up", size * halves * width, "split")
+    if workload.arch.gated_ffn and workload.stack.kernels != "fused":
+        yield Saved(f"{prefix}activated", size * width, "split", selective=keeps)
+    yield Saved(f"{prefix}into down", size * width, "split", selective=keeps, for_weights=True)
+
+
+def _dense(workload: Workload) -> Iterator[Saved]:
+    arch, size = workload.arch, compute_bytes(workload)
+    yield from _norm(workload, "feed-forward")
+    yield from _gate(workload, arch.ffn_size)
+    if workload.stack.selective == "products":
+        yield Saved("feed-forward projected", size * arch.hidden_size, "whole", none=False)
+    yield from _after(workload, "feed-forward")
+
+
+def _experts(workload: Workload) -> Iterator[Saved]:
+    """Each token goes to `per_token` experts, as many times as a copy; ranks of a tensor group send their own part."""
+    arch, size, keeps = workload.arch, compute_bytes(workload), workload.stack.selective != "products"
+    experts = arch.experts
+    per_token = experts.per_token if experts else 0
+    width = experts.ffn_size if experts else 0
+    yield from _norm(workload, "feed-forward")
+    yield Saved("router", 2 * FP32 * (experts.count if experts else 0), "positions", selective=keeps)
+    yield Saved("sent to experts", size * per_token * arch.hidden_size, "split", selective=keeps, for_weights=True)
+    yield from _gate(workload, per_token * width, "experts' ")
+    yield Saved("back from experts", size * per_token * arch.hidden_size, "split")
+    if experts and experts.shared_ffn_size:
+        yield from _gate(workload, experts.shared_ffn_size, "shared ")
+    yield from _after(workload, "feed-forward")
+
+
+def _beside_ffn(workload: Workload, sparse: bool) -> Widths:
+    """Gradients of gate and product while what they were made of is still there, and of the stream."""
+    arch, size = workload.arch, compute_bytes(workload)
+    experts = arch.experts
+    width = experts.per_token * experts.ffn_size + experts.shared_ffn_size if sparse and experts else arch.ffn_size
+    sent = experts.per_token * arch.hidden_size if sparse and experts else 0
+    # The gradient of the product takes the place of the product itself.
+    return Widths(size * ((2 if arch.gated_ffn else 1) * width + sent), size * arch.hidden_size, 0.0)
+
+
+def _beside_norm(workload: Workload) -> Widths:
+    """Composed: five fp32 tensors at once; else gradients of what went in and came out."""
+    width = workload.arch.hidden_size
+    if workload.stack.kernels == "composed":
+        return Widths(0.0, (5 * FP32 + compute_bytes(workload)) * width, 0.0)
+    return Widths(0.0, 2 * compute_bytes(workload) * width, 0.0)

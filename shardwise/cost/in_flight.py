@@ -1,0 +1,70 @@
+"""How many (stage, micro-batch) pairs a pipeline's rank keeps at once: closed forms of plan/schedules.py's tables.
+
+Tests hold every form against `most_in_flight` of the table itself. No torch.
+Sources: 1F1B arXiv 2006.09503; interleaved arXiv 2104.04473; ZB-H1 and ZB-V arXiv 2401.10241.
+"""
+
+import numpy as np
+
+from shardwise.cost.candidates import SCHEDULES, Candidates, Counts
+
+_GPIPE, _ONE_F_ONE_B, _INTERLEAVED, _INTERLEAVED_ZB, _ZBV = (SCHEDULES.index(name) for name in SCHEDULES[1:])
+
+
+def pairs_in_flight(candidates: Candidates, place: Counts) -> Counts:
+    """The most pairs whose activations rank `place` of the pipeline keeps at one time. Shapes: [n], [n] -> [n]."""
+    c = candidates
+    micros, per_rank = np.maximum(c.accumulation, 1), c.stages_per_rank
+    hops = c.pp - 1 - place
+    per_round = micros // np.maximum(1, micros // c.pp)
+    earlier = (per_rank - 1) * per_round
+    most = np.select(
+        [c.schedule == _GPIPE, c.schedule == _ONE_F_ONE_B, c.schedule == _INTERLEAVED,
+         c.schedule == _INTERLEAVED_ZB, c.schedule == _ZBV],
+        # Zero bubble keeps a micro-batch for its weights `place` backwards longer, which fills what 1F1B has left.
+        [micros, hops + 1, earlier + 2 * hops + 1, earlier + c.pp, np.minimum(2 * c.pp, micros + place + 1)],
+        1,
+    )  # fmt: skip
+    return np.minimum(most, micros * np.where(c.pp > 1, per_rank, 1))
+
+
+def layers_at(candidates: Candidates, place: Counts, layers: int) -> Counts:
+    """Blocks of all the stages of rank `place`, as schedules.stage_blocks cuts them. Shapes: [n], [n] -> [n].
+
+    Fewer blocks than stages: those that there are, on the first stages.
+    """
+    c = candidates
+    size, longer = np.divmod(layers, c.stages)
+    # Stages place, place + pp, ...; under zbv place and its mirror at the other end.
+    interleaved = np.clip(-(-(longer - place) // c.pp), 0, c.stages_per_rank)
+    mirrored = (place < longer).astype(np.int64) + (2 * c.pp - 1 - place < longer)
+    return c.stages_per_rank * size + np.where(c.schedule == _ZBV, mirrored, interleaved)
+
+
+def dense_layers_at(candidates: Candidates, place: Counts, layers: int, dense: int) -> Counts:
+    """Of those blocks the ones among the model's first `dense`. Shapes: [n], [n] -> [n]."""
+    c = candidates
+    if dense >= layers:
+        return layers_at(c, place, layers)
+    found = np.zeros(len(c), np.int64)
+    if not dense:
+        return found
+    size, longer = np.divmod(layers, c.stages)
+    for turn in range(int(c.stages_per_rank.max(initial=1))):
+        mirrored = (c.schedule == _ZBV) & (turn % 2 == 1)
+        stage = np.where(mirrored, 2 * c.pp - 1 - place, place + turn * c.pp)
+        start = stage * size + np.minimum(stage, longer)
+        end = start + size + (stage < longer)
+        held = np.clip(np.minimum(end, dense) - start, 0, None)
+        found += np.where(turn < c.stages_per_rank, held, 0)
+    return found
+
+
+def holds_first(place: Counts) -> np.ndarray:
+    """Whether the rank has the embedding."""
+    return place == 0
+
+
+def holds_last(candidates: Candidates, place: Counts) -> np.ndarray:
+    """Whether the rank has the head: the last one, and under zbv the first."""
+    return place == np.where(candidates.schedule == _ZBV, 0, candidates.pp - 1)

@@ -1,0 +1,132 @@
+"""Bytes that a plan's fullest rank holds at its peak, by category, for many plans at once: logical, reserved, of the device.
+
+A step has a few moments at which memory can be highest; each is added up for the pipeline's first, second and last rank,
+and the highest counts. `moments` says what is held when. No torch.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from shardwise.cost.calibration import memory_constants
+from shardwise.cost.candidates import Candidates
+from shardwise.cost.moments import CATEGORIES, Floats, Held, Rank, moments
+from shardwise.cost.workload import Workload
+from shardwise.inputs.hardware import Cluster
+from shardwise.cost.published_engine import MeasuredRank, MemoryKind
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of the fullest rank. Shapes: [n] each.
+
+    parameters, gradients, states: at rest and kept. gathered: parameters made whole or cast for use. activations: kept
+    for backward. logits: of the loss. communication: buffers of collectives and messages. temporaries: results on their
+    way, and what recompute makes again. allocator: reserved beyond that. context: the driver's, kernels' and NCCL's.
+    below, above: the ends of an 80 % interval, as factors.
+    """
+
+    parameters: Floats
+    gradients: Floats
+    states: Floats
+    gathered: Floats
+    activations: Floats
+    logits: Floats
+    communication: Floats
+    temporaries: Floats
+    allocator: Floats
+    context: Floats
+    below: Floats
+    above: Floats
+
+    @property
+    def parts(self) -> dict[str, Floats]:
+        """By name; they sum to `device`."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("below", "above")}
+
+    @property
+    def logical(self) -> Floats:
+        """Bytes of live tensors: what torch calls allocated."""
+        return np.asarray(sum(getattr(self, name) for name in CATEGORIES))
+
+    @property
+    def reserved(self) -> Floats:
+        """What the caching allocator holds."""
+        return np.asarray(self.logical + self.allocator)
+
+    @property
+    def device(self) -> Floats:
+        """What nvidia-smi shows of the process."""
+        return np.asarray(self.reserved + self.context)
+
+    def of_kind(self, kind: MemoryKind) -> Floats:
+        """The bytes that a measurement of that kind sees."""
+        return {"allocated": self.logical, "reserved": self.reserved, "device": self.device}[kind]
+
+    @property
+    def low(self) -> Floats:
+        """Of the device, the lower end of the interval."""
+        return np.asarray(self.device * self.below)
+
+    @property
+    def high(self) -> Floats:
+        """Of the device, the upper end of the interval."""
+        return np.asarray(self.device * self.above)
+
+
+def memory(workload: Workload, cluster: Cluster, candidates: Candidates, rank: MeasuredRank = "fullest") -> Memory:
+    """What each candidate holds; on the fullest rank, or on the first or the last of the pipeline."""
+    held, total = _peak(workload, candidates, rank)
+    known = memory_constants()
+    on_gpu = cluster.device.kind == "gpu"
+    ranks = candidates.world
+    context = known.context_bytes + np.where(ranks > 1, known.communicator_bytes, 0.0)
+    groups = sum(
+        (degree > 1).astype(np.float64) for degree in (candidates.tp, candidates.pp, candidates.cp, candidates.ep)
+    )
+    context = context + known.group_bytes * groups
+    allocator = known.reserved_share * total + np.where(candidates.zero == 3, known.reserved_sharded, 0.0) * total
+    spread = np.hypot(known.interval_base, known.interval_activations * (held[4] + held[5] + held[7]) / total)
+    return Memory(
+        *held,
+        allocator=allocator * on_gpu,
+        context=context * on_gpu,
+        below=np.exp(-spread),
+        above=np.exp(spread),
+    )
+
+
+def _peak(workload: Workload, candidates: Candidates, rank: MeasuredRank) -> tuple[Held, Floats]:
+    """The categories at the highest moment, [8, n], and their sum."""
+    best = np.zeros((len(CATEGORIES), len(candidates)))
+    most = np.full(len(candidates), -1.0)
+    for place in _places(candidates, rank):
+        rows = np.flatnonzero(place >= 0)
+        if not len(rows):
+            continue
+        some = candidates if len(rows) == len(candidates) else candidates.where(rows)
+        found, total = _highest(Rank.of(workload, some, place[rows]))
+        more = total > most[rows]
+        best[:, rows] = np.where(more, found, best[:, rows])
+        most[rows] = np.where(more, total, most[rows])
+    return best, most
+
+
+def _places(candidates: Candidates, rank: MeasuredRank) -> list[np.ndarray]:
+    """Ranks of the pipeline to look at; -1 where a candidate has no such rank, or it is known already."""
+    pp = candidates.pp
+    first, second, last = np.zeros_like(pp), np.where(pp > 2, 1, -1), np.where(pp > 1, pp - 1, -1)
+    return {"fullest": [first, second, last], "first": [first], "last": [pp - 1]}[rank]
+
+
+def _highest(rank: Rank) -> tuple[Held, Floats]:
+    best = most = None
+    for held in moments(rank):
+        total = held.sum(axis=0)
+        if best is None or most is None:
+            best, most = held, total
+        else:
+            more = total > most
+            best, most = np.where(more, held, best), np.maximum(most, total)
+    assert best is not None and most is not None
+    return best, most

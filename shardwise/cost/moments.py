@@ -1,0 +1,314 @@
+"""What a rank of a pipeline holds at each moment of a step at which memory can be highest. No torch.
+
+Moments: the loss; in the backward of the last micro-batch's first, second and last block, the feed-forward's fullest
+moment, its norm's and the block's end; the root's reduction; the optimizer's update. Between these, what is held rises
+or falls steadily with the blocks that are done. It is the engine's own table (plan/zero.py) in bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cost import activations, in_flight
+from shardwise.cost.calibration import memory_constants
+from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, Candidates, Counts
+from shardwise.cost.parameters import Numbers, Shards, Units, adapters
+from shardwise.cost.workload import Stack, Workload
+
+Floats = NDArray[np.float64]
+Held = NDArray[np.float64]  # [category, n]
+CATEGORIES = (
+    "parameters", "gradients", "states", "gathered", "activations", "logits", "communication", "temporaries",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of each candidate's pipeline: its blocks and what stands beside them. Shapes: [n].
+
+    flying: (stage, micro-batch) pairs at the fullest moment; blocks: of all its stages; stage_blocks: of one.
+    again, beside_ffn, beside_norm, ffn: bytes of one block (see activations.Kept); block_kept: by the recompute chosen.
+    """
+
+    workload: Workload
+    candidates: Candidates
+    first: NDArray[np.bool_]
+    last: NDArray[np.bool_]
+    flying: Floats
+    blocks: Floats
+    stage_blocks: Floats
+    units: Units
+    shards: Shards
+    whole: Numbers
+    block: Numbers
+    trained: float
+    tokens: Floats
+    kept: Floats
+    again: Floats
+    beside_ffn: Floats
+    beside_norm: Floats
+    ffn: Floats
+
+    @classmethod
+    def of(cls, workload: Workload, candidates: Candidates, place: Counts) -> Self:
+        """Where blocks differ (with experts, without), activations are those of the mean, the unit the larger."""
+        arch, c = workload.arch, candidates
+        first, last = in_flight.holds_first(place), in_flight.holds_last(c, place)
+        dense = in_flight.dense_layers_at(c, place, arch.num_layers, arch.dense_layers).astype(np.float64)
+        blocks = in_flight.layers_at(c, place, arch.num_layers) + np.where(last, arch.prediction_layers, 0.0)
+        sparse = blocks - dense if arch.experts else np.zeros(len(c))
+        dense = blocks - sparse
+        units = Units.of(arch, c)
+        whole = units.dense_block.times(dense) + units.moe_block.times(sparse)
+        whole = whole + units.embedding.times(first) + units.norm.times(last)
+        whole = whole + units.head.times(last & ~(first & arch.tied_embeddings))
+        trained, added = _trained(workload)
+        block = units.moe_block if arch.moe_layers else units.dense_block
+        tokens = c.micro_batch * (workload.sequence_length / c.cp)
+        share = np.divide(sparse, blocks, out=np.zeros(len(c)), where=blocks > 0)
+        return cls(
+            workload, c, first, last, in_flight.pairs_in_flight(c, place).astype(np.float64), blocks,
+            blocks / np.where(c.pp > 1, c.stages_per_rank, 1), units, Shards.of(c),
+            whole + Numbers(added * blocks, np.zeros(len(c))), block, trained, tokens,
+            *_of_activations(workload, c, tokens, share),
+        )  # fmt: skip
+
+    @property
+    def stack(self) -> Stack:
+        return self.workload.stack
+
+
+def _trained(workload: Workload) -> tuple[float, float]:
+    """The share of parameters that trains, and the numbers that low-rank factors add to a block."""
+    if workload.trainable.kind == "full":
+        return 1.0, 0.0
+    if workload.trainable.kind == "frozen":
+        return workload.trainable.share, 0.0
+    added = adapters(workload)
+    return added * workload.arch.num_layers / (workload.arch.parameters() + added * workload.arch.num_layers), added
+
+
+def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Floats) -> tuple[Floats, ...]:
+    """kept, again, beside_ffn, beside_norm, ffn of the mean block, in bytes."""
+    saved = np.where(c.compiled, memory_constants().compiled_activations, 1.0)
+
+    def of(sparse: bool) -> list[Floats]:
+        one = activations.of_block(workload, sparse)
+        return [
+            np.choose(c.recompute, [widths.on_rank(c) for widths in one.kept]),
+            np.choose(c.recompute, [widths.on_rank(c) for widths in one.again]),
+            *(widths.on_rank(c) for widths in (one.beside_ffn, one.beside_norm, one.ffn)),
+        ]
+
+    found = of(False) if workload.arch.dense_layers else of(True)
+    if workload.arch.dense_layers and workload.arch.moe_layers:
+        found = [a * (1 - share) + b * share for a, b in zip(found, of(True), strict=True)]
+    full = c.recompute == RECOMPUTE.index("full")
+    return tuple(
+        each * tokens * np.where(full if index == 0 else False, 1.0, saved) for index, each in enumerate(found)
+    )
+
+
+def moments(rank: Rank) -> Iterator[Held]:
+    """Bytes by category, [8, n], at each of them."""
+    yield _loss(rank)
+    last = np.maximum(rank.stage_blocks - 1, 0)
+    for done in (np.zeros_like(last), np.minimum(last, 1), last):
+        yield from _block_backward(rank, done)
+    yield _root_backward(rank)
+    yield _update(rank)
+
+
+def _held(rank: Rank, **bytes_of: Floats) -> Held:
+    """With what is at rest: parameters and states."""
+    parameters, states = _at_rest(rank)
+    zero = np.zeros(len(rank.candidates))
+    rows = {"parameters": parameters, "states": states, **bytes_of}
+    return np.stack([np.broadcast_to(rows.get(name, zero), zero.shape) for name in CATEGORIES])
+
+
+def _at_rest(rank: Rank) -> tuple[Floats, Floats]:
+    """Weights and masters; states. Offloaded, masters and states lie on the host; under zero 3 weights too."""
+    stack, c, trainable = rank.stack, rank.candidates, rank.workload.trainable
+    whole, share = rank.whole.whole, rank.whole.share(rank.shards)
+    kept = np.where(c.zero == 0, whole, share)
+    between = np.where(c.zero == 3, share, whole)
+    here = c.offload == OFFLOAD.index("none")
+    masters, weights = stack.masters * rank.trained * kept * here, stack.weights * rank.trained * between
+    frozen = (1 - rank.trained) * trainable.base_bytes * between
+    sharded = np.where((c.zero == 3) & ~here, 0.0, weights + frozen)
+    return masters + sharded, stack.states * rank.trained * kept * here
+
+
+def _accumulating(rank: Rank) -> NDArray[np.bool_]:
+    """Whether backwards went before the fullest moment, so that gradients stand there."""
+    c = rank.candidates
+    pairs = c.accumulation * np.where(c.pp > 1, c.stages_per_rank, 1)
+    return np.where(c.pp > 1, pairs > rank.flying, c.accumulation > 1)
+
+
+def _for_good(rank: Rank) -> NDArray[np.bool_]:
+    """Whether gradients have buffers that are never let go: all-reduced buckets, and those beside 16-bit weights."""
+    c, stack = rank.candidates, rank.stack
+    beside = stack.weights > 0 and stack.masters > 0
+    return ((c.zero == 0) & (c.data_parallel > 1)) | ((c.zero < 2) & beside)
+
+
+def _gradients_between(rank: Rank) -> Floats:
+    """What stands between micro-batches, in bytes: whole below zero 2, else the shares."""
+    c, size = rank.candidates, rank.stack.gradients * rank.trained
+    kept = np.where(c.zero < 2, rank.whole.whole, rank.whole.share(rank.shards)) * size
+    stands = _for_good(rank) | _accumulating(rank)
+    return np.where(stands, kept, 0.0) * _gradients_here(rank)
+
+
+def _gradients_here(rank: Rank) -> NDArray[np.bool_]:
+    """Offloaded, shares of gradients go to the host at once."""
+    return (rank.candidates.offload == OFFLOAD.index("none")) | (rank.candidates.zero < 2)
+
+
+def _gathers(rank: Rank) -> NDArray[np.bool_]:
+    """Whether a sharded module gathers its parameters: always under zero 3; below it, where nothing whole stays."""
+    zero = rank.candidates.zero
+    return (zero == 3) | ((zero > 0) & (rank.stack.weights == 0))
+
+
+def _copies(rank: Rank) -> NDArray[np.bool_]:
+    """Whether masters that are whole are cast for use, each micro-batch anew."""
+    stack = rank.stack
+    return (rank.candidates.zero == 0) & (stack.weights == 0) & (stack.gathered < stack.masters)
+
+
+def _root(rank: Rank) -> Numbers:
+    """All that is not in a block: one unit, gathered whole."""
+    units, tied = rank.units, rank.workload.arch.tied_embeddings
+    head = units.head.times(rank.last & ~(rank.first & tied))
+    return units.embedding.times(rank.first) + head + units.norm.times(rank.last)
+
+
+def _late_root(rank: Rank) -> Numbers:
+    """Of the root what is used behind the blocks."""
+    return rank.units.head.times(rank.last) + rank.units.norm.times(rank.last)
+
+
+def _gathered(rank: Rank, blocks_in_use: float) -> Floats:
+    """Bytes of parameters made whole or cast. `blocks_in_use`: of a recomputed or a gathered block, 0 or 1."""
+    size, zero = rank.stack.gathered, rank.candidates.zero
+    root, block = _root(rank).whole, rank.block.whole
+    every = rank.whole.whole
+    at_once = np.where(zero == 3, root + blocks_in_use * block, every)
+    none = rank.candidates.recompute == RECOMPUTE.index("none")
+    # A copy of an embedding is not needed again; a recomputed block's is made again.
+    flown = rank.flying * rank.stage_blocks * block
+    cast = np.where(none, flown, blocks_in_use * block) + _late_root(rank).whole
+    return size * (np.where(_gathers(rank), at_once, 0.0) + np.where(_copies(rank), cast, 0.0))
+
+
+def _activations(rank: Rank, done: Floats | float) -> Floats:
+    """Kept by all micro-batches in flight, when so many blocks of the one in backward are gone."""
+    return np.maximum(rank.flying * rank.stage_blocks - done, 0.0) * rank.kept
+
+
+def _hidden(rank: Rank) -> Floats:
+    """The stream between two blocks."""
+    c = rank.candidates
+    size = activations.compute_bytes(rank.workload) * rank.workload.arch.hidden_size
+    return np.asarray(rank.tokens * size / np.where(c.sequence_parallel, c.tp, 1))
+
+
+def _messages(rank: Rank) -> Floats:
+    """Hidden tensors and their gradients on the way between stages."""
+    return np.where(rank.candidates.pp > 1, 4.0, 0.0) * _hidden(rank)
+
+
+def _loss(rank: Rank) -> Held:
+    """Behind the last forward of the fullest moment; with the head, at the fullest moment of the loss."""
+    return _held(
+        rank,
+        gradients=_gradients_between(rank),
+        gathered=_gathered(rank, 0.0),
+        activations=_activations(rank, 0.0),
+        logits=_logits(rank),
+        communication=_messages(rank),
+        temporaries=_hidden(rank) * 2,
+    )
+
+
+def _logits(rank: Rank) -> Floats:
+    """Bytes a logit, by how the loss is computed, of all logits on this rank."""
+    stack, known, c = rank.stack, memory_constants(), rank.candidates
+    full = {"fused": known.logit_bytes_fused_kernels}.get(stack.kernels, known.logit_bytes)
+    if stack.fused_loss:
+        full = known.logit_bytes_fused_loss_kernels if stack.kernels == "fused" else known.logit_bytes_chunked
+    each = np.where(c.compiled, np.minimum(full, known.logit_bytes_compiled), full)
+    losses = 1 + rank.workload.arch.prediction_layers
+    return np.where(rank.last, each * losses * rank.tokens * rank.workload.arch.vocab_size / c.tp, 0.0)
+
+
+def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
+    """In the backward of the block behind which `done` are gone: at its feed-forward, at that one's norm, at its end."""
+    ffn_part = rank.ffn
+    work = rank.again
+    third = rank.block.times(1 / 3)
+    yield _backward(rank, done, _activations(rank, done), work + rank.beside_ffn, third)
+    kept = np.where(rank.candidates.recompute == RECOMPUTE.index("none"), ffn_part, 0.0)
+    again = np.maximum(work - np.where(rank.candidates.recompute > 0, ffn_part, 0.0), 0.0)
+    two_thirds = rank.block.times(2 / 3)
+    yield _backward(rank, done, _activations(rank, done) - kept, again + rank.beside_norm, two_thirds)
+    yield _backward(rank, done, _activations(rank, done + 1), rank.beside_norm + _hidden(rank), rank.block)
+
+
+def _backward(rank: Rank, done: Floats, kept: Floats, beside: Floats, current: Numbers) -> Held:
+    """`current`: of the block in backward, the numbers whose gradients are made."""
+    gradients, moving = _gradients(rank, done, current)
+    return _held(
+        rank, gradients=gradients, gathered=_gathered(rank, 1.0), activations=kept,
+        communication=_messages(rank) + moving, temporaries=beside + _hidden(rank),
+    )  # fmt: skip
+
+
+def _gradients(rank: Rank, done: Floats, current: Numbers) -> tuple[Floats, Floats]:
+    """Bytes of gradients, and of the buffers that gather the next block and reduce the one before."""
+    stack, c = rank.stack, rank.candidates
+    made = activations.compute_bytes(rank.workload) * rank.trained
+    size, late = stack.gradients * rank.trained, _late_root(rank).whole
+    reduces = (c.zero >= 2) | ((c.zero == 1) & (stack.weights == 0))
+    done_numbers = rank.block.times(done)
+    shares = np.where(_accumulating(rank), rank.whole.share(rank.shards), done_numbers.share(rank.shards))
+    sharded = size * shares * _gradients_here(rank) + made * (late + current.whole)
+    whole = np.where(
+        _accumulating(rank) | _for_good(rank), size * rank.whole.whole,
+        size * (done_numbers.whole + late + current.whole),
+    ) if size else made * current.whole  # fmt: skip
+    gathers_next = np.where(c.zero == 3, stack.gathered * rank.block.whole, 0.0)
+    reduced = np.where((done > 0) & reduces, stack.reduced * rank.trained * rank.block.whole, 0.0)
+    first_sharded = np.where((c.zero == 1) & reduces & _accumulating(rank), size * rank.whole.whole, sharded)
+    gradients = np.where(reduces, first_sharded, whole)
+    return gradients, np.where(reduces, reduced, 0.0) + np.where(_gathers(rank), gathers_next, 0.0)
+
+
+def _root_backward(rank: Rank) -> Held:
+    """Behind all blocks of the last micro-batch: the root's gradients, and the buffer that reduces them."""
+    stack, c = rank.stack, rank.candidates
+    made, size = activations.compute_bytes(rank.workload) * rank.trained, stack.gradients * rank.trained
+    root = _root(rank).whole
+    reduces = (c.zero >= 2) | ((c.zero == 1) & (stack.weights == 0))
+    sharded = size * rank.whole.share(rank.shards) * _gradients_here(rank) + made * root
+    cast = made * rank.units.embedding.whole * rank.first if made < size else 0.0
+    gradients = np.where(reduces, sharded, size * rank.whole.whole)
+    return _held(
+        rank, gradients=gradients, gathered=np.where(_gathers(rank), stack.gathered * root, 0.0),
+        communication=np.where(reduces, stack.reduced * rank.trained * root, 0.0) + _messages(rank),
+        temporaries=_hidden(rank) + np.where(reduces, 0.0, cast),
+    )  # fmt: skip
+
+
+def _update(rank: Rank) -> Held:
+    """In the optimizer's step."""
+    size, c = rank.stack.gradients * rank.trained, rank.candidates
+    whole, share = rank.whole.whole, rank.whole.share(rank.shards)
+    gradients = size * np.where((c.zero == 0) | ((c.zero == 1) & _for_good(rank)), whole, share)
+    return _held(rank, gradients=gradients * _gradients_here(rank))
