@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cost.candidates import RECOMPUTE, Candidates
+from shardwise.cost.candidates import Candidates
 from shardwise.cost.published import Row
 from shardwise.cost.published_engine import MeasuredRank, MemoryKind
 from shardwise.cost.workload import Workload
@@ -43,7 +43,6 @@ WIDER: Mapping[str, tuple[float, float]] = {
     "activation_offload": (0.05, 0.15),
     "seq_len": (0.30, 0.20),
 }
-NOTHING = RECOMPUTE.index("none")
 # The ends of a central 80 % of a normal distribution, in standard deviations.
 EIGHTY_PERCENT = 1.2816
 
@@ -112,32 +111,14 @@ def predict(rows: Sequence[Row], time: TimeModel, memory: MemoryModel) -> Predic
     problems: dict[int, str] = {}
     for block in blocks(rows):
         try:
-            plans = with_least_recompute(block, rows, memory)
-            seconds.put(block.places, time(block.workload, block.cluster, plans))
-            asked = memory(block.workload, block.cluster, plans, block.kind, block.rank)
+            seconds.put(block.places, time(block.workload, block.cluster, block.candidates))
+            asked = memory(block.workload, block.cluster, block.candidates, block.kind, block.rank)
             held.put(block.places, asked[0])
             device.put(block.places, asked[1])
         except ShardwiseError as error:
             problems |= dict.fromkeys(block.places, error.what)
     of_time, of_memory = _unsaid(rows)
     return Predictions(seconds.widened(of_time), held.widened(of_memory), device.widened(of_memory), problems)
-
-
-def with_least_recompute(block: Block, rows: Sequence[Row], memory: MemoryModel) -> Candidates:
-    """Where a row does not say what is recomputed: the least that fits, as an engine recomputes what it must.
-
-    Where nothing fits, or the row names modules that are not modelled, it stays as it was read.
-    """
-    plans = block.candidates
-    asked = np.array(["recompute" in rows[place].unknown for place in block.places]) & (plans.recompute == NOTHING)
-    if not asked.any():
-        return plans
-    chosen = plans.recompute.copy()
-    for kind in reversed(range(len(RECOMPUTE))):
-        trial = replace(plans, recompute=np.where(asked, kind, plans.recompute))
-        device = memory(block.workload, block.cluster, trial, block.kind, block.rank)[1]
-        chosen = np.where(asked & (device.value <= block.cluster.device.hbm_bytes), kind, chosen)
-    return replace(plans, recompute=chosen)
 
 
 def blocks(rows: Sequence[Row]) -> Iterator[Block]:

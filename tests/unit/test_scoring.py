@@ -95,25 +95,6 @@ def test_rows_of_one_workload_and_cluster_are_asked_for_together_and_each_once()
     assert all(len(block.candidates) == len(block.places) for block in found)
 
 
-@pytest.mark.parametrize(("needed", "expected"), [(0, 0), (1, 1), (2, 2)])
-def test_a_row_that_does_not_say_what_it_recomputes_recomputes_the_least_that_fits(needed: int, expected: int) -> None:
-    seen: list[int] = []
-
-    def noting(workload, cluster, candidates):  # type: ignore[no-untyped-def]
-        seen.extend(candidates.recompute.tolist())
-        return constant_time(workload, cluster, candidates)
-
-    def hungry(workload, cluster, candidates, kind, rank):  # type: ignore[no-untyped-def]
-        each = interval([1e9 if kind >= needed else 1e12 for kind in candidates.recompute.tolist()])
-        return each, each
-
-    bridge = next(row for row in MEASURED if row.family == "bridge")
-    assert "recompute" in bridge.unknown
-    predict([bridge], noting, hungry)
-    predict([replace(bridge, unknown=frozenset())], noting, hungry)
-    assert seen == [expected, 0]
-
-
 def test_a_model_that_refuses_a_row_leaves_a_reason() -> None:
     def refusing(workload, cluster, candidates):  # type: ignore[no-untyped-def]
         if workload.precision == "fp8":
