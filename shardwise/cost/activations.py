@@ -1,7 +1,7 @@
 """What a block keeps from its forward to its backward, tensor by tensor, in bytes a token; and what backward adds.
 
-Source: the tensors that autograd saves, read from torch's and Megatron-LM's modules; sums agree with Korthikanti et al.,
-arXiv 2205.05198, section 4. No torch.
+Source: the tensors that autograd saves, read from torch's and Megatron-LM's modules; sums agree with Korthikanti et
+al., arXiv 2205.05198, section 4. No torch.
 """
 
 import functools

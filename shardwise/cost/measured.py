@@ -3,7 +3,6 @@
 import importlib.util
 
 from shardwise.cost.candidates import Candidates
-from shardwise.cost.memory import memory
 from shardwise.cost.predicting import Interval
 from shardwise.cost.published_engine import MeasuredRank, MemoryKind
 from shardwise.cost.step import step
@@ -38,13 +37,3 @@ def memory_model(
     held = measured.of_kind(kind)
     device = Interval(fullest.device, fullest.low, fullest.high)
     return Interval(held, held * measured.below, held * measured.above), device
-
-
-def memory_model(
-    workload: Workload, cluster: Cluster, candidates: Candidates, kind: MemoryKind, rank: MeasuredRank
-) -> tuple[Interval, Interval]:
-    """Bytes of that kind on that rank, and all that the device of the fullest rank holds."""
-    fullest = memory(workload, cluster, candidates)
-    there = fullest if rank == "fullest" else memory(workload, cluster, candidates, rank)
-    held = there.of_kind(kind)
-    return Interval(held, held * there.below, held * there.above), Interval(fullest.device, fullest.low, fullest.high)

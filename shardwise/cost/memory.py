@@ -1,7 +1,7 @@
-"""Bytes that a plan's fullest rank holds at its peak, by category, for many plans at once: logical, reserved, of the device.
+"""Bytes that a plan's fullest rank holds at its peak, by category, for many plans at once.
 
-A step has a few moments at which memory can be highest; each is added up for the pipeline's first, second and last rank,
-and the highest counts. `moments` says what is held when. No torch.
+A step has a few moments at which memory can be highest; each is added up for the pipeline's first, second and last
+rank, and the highest counts. `moments` says what is held when. No torch.
 """
 
 from dataclasses import dataclass, fields
@@ -11,9 +11,9 @@ import numpy as np
 from shardwise.cost.calibration import memory_constants
 from shardwise.cost.candidates import Candidates
 from shardwise.cost.moments import CATEGORIES, Floats, Held, Rank, moments
+from shardwise.cost.published_engine import MeasuredRank, MemoryKind
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
-from shardwise.cost.published_engine import MeasuredRank, MemoryKind
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def memory(workload: Workload, cluster: Cluster, candidates: Candidates, rank: M
     allocator = known.reserved_share * total + np.where(candidates.zero == 3, known.reserved_sharded, 0.0) * total
     spread = np.hypot(known.interval_base, known.interval_activations * (held[4] + held[5] + held[7]) / total)
     return Memory(
-        *held,
+        **dict(zip(CATEGORIES, held, strict=True)),
         allocator=allocator * on_gpu,
         context=context * on_gpu,
         below=np.exp(-spread),
@@ -128,5 +128,6 @@ def _highest(rank: Rank) -> tuple[Held, Floats]:
         else:
             more = total > most
             best, most = np.where(more, held, best), np.maximum(most, total)
-    assert best is not None and most is not None
+    if best is None or most is None:
+        raise ValueError("a step without moments")
     return best, most

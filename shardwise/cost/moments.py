@@ -249,7 +249,7 @@ def _logits(rank: Rank) -> Floats:
 
 
 def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
-    """In the backward of the block behind which `done` are gone: at its feed-forward, at that one's norm, at its end."""
+    """In a block's backward, `done` behind it being gone: at its feed-forward, at that one's norm, at its end."""
     ffn_part = rank.ffn
     work = rank.again
     third = rank.block.times(1 / 3)

@@ -1,4 +1,4 @@
-"""How many numbers of a model a rank holds: dense ones, split by tensor parallelism or not, and those of experts. No torch."""
+"""How many numbers of a model a rank holds: dense ones, split over a tensor group or not, and experts'. No torch."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -64,7 +64,7 @@ class Units:
 
     @classmethod
     def of(cls, arch: Arch, candidates: Candidates) -> Self:
-        """Source: Megatron-LM's layers and this engine's roles: norms, routers and latents' ways down are on every rank."""
+        """Norms, routers and latents' ways down are on every rank. Source: Megatron-LM's layers, our own roles."""
         tp, ep = candidates.tp, candidates.ep
         nothing = np.zeros(len(candidates))
 
