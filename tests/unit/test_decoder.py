@@ -26,7 +26,7 @@ def tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
     return torch.randint(0, 32, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name, arch in PRESETS.items() if not arch.engine_problem()])
 def test_a_preset_has_the_parameters_that_its_arch_counts(name):
     with torch.device("meta"):
         module = Decoder(PRESETS[name])

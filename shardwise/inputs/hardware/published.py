@@ -117,7 +117,8 @@ def find_node(name: str) -> CatalogueNode | None:
 def near_names(name: str) -> list[str]:
     """The likest names of GPUs and nodes, the nearest first; an alias stands for its name."""
     spelled: dict[str, str] = {}
-    for row in (*catalogue().gpu, *catalogue().node):
+    rows: tuple[CatalogueGpu | CatalogueNode, ...] = (*catalogue().gpu, *catalogue().node)
+    for row in rows:
         spelled |= {spelling.lower(): row.name for spelling in (row.name, *row.aliases)}
     near = difflib.get_close_matches(name.lower(), spelled, n=6, cutoff=0.0)
     return list(dict.fromkeys(spelled[spelling] for spelling in near))[:3]
