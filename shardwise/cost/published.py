@@ -185,7 +185,8 @@ def _usable(reported: Reported, bare: Row) -> Row:
     _require_possible(workload, cluster, seconds)
     out_of_memory = engine.ran_out_of_memory(facts) and seconds is None
     # What a run held before it failed is a lower bound, not a peak.
-    held = None if out_of_memory or facts.found("do not score memory") else reported.number("memory_gb")
+    comparable = not out_of_memory and engine.memory_is_comparable(facts, workload.trainable, unknown)
+    held = reported.number("memory_gb") if comparable else None
     if seconds is None and held is None and not out_of_memory:
         raise Unusable("it states neither a usable step time nor a memory")
     kind = engine.memory_kind_of(facts, unknown) if held else "allocated"
@@ -289,7 +290,7 @@ def _candidate(reported: Reported, facts: engine.Facts, degrees: Degrees, unknow
         pp=degrees.pp, dp_replicate=degrees.dp // shard, dp_shard=shard, cp=degrees.cp, tp=degrees.tp, ep=degrees.ep,
         zero=zero, micro_batch=degrees.micro_batch, accumulation=degrees.accumulation,
         schedule=SCHEDULES.index(engine.schedule_of(facts, degrees.pp, stages)), stages_per_rank=stages,
-        recompute=RECOMPUTE.index(engine.recompute_of(reported, unknown)),
+        recompute=RECOMPUTE.index(engine.recompute_of(reported, facts, unknown)),
         offload=OFFLOAD.index(engine.offload_of(facts)),
         sequence_parallel=engine.sequence_parallel_of(reported, degrees.tp, unknown),
         compiled=bool(facts.found(r"(?<!w/o )(?<!no )\bcompiled?\b|torch\.compile")),

@@ -222,15 +222,17 @@ def _base_bytes(reported: Reported, facts: Facts) -> float:
     return 4.0 if re.search(r"mixed|fp32|32-true", reported.text("precision").lower()) else 2.0
 
 
-def recompute_of(reported: Reported, unknown: set[str]) -> str:
-    """'full(recipe default)' is full. Selective of attention is selective; of other modules it is too, but unknown."""
+def recompute_of(reported: Reported, facts: Facts, unknown: set[str]) -> str:
+    """'full(recipe default)' is full. Selective of other modules than attention is nearer to none, and not known."""
     said = reported.text("recompute").lower()
     if said.startswith("full") or said in ("yes", "true", "on", "all"):
         return "full"
     if said.startswith(("selective", "sac", "partial")):
-        if "(" in said and "attn" not in said:
-            unknown.add("recompute")
-        return "selective"
+        named = said.partition("(")[2] or facts.found(r"recompute-modules=")
+        if not named or re.search(r"attn|attention|\bop\b|matmul|\bmm\b|\d", named):
+            return "selective"
+        unknown.add("recompute")
+        return "none"
     if said not in ("none", "no", "off"):
         unknown.add("recompute")
     return "none"
@@ -287,6 +289,12 @@ def memory_kind_of(facts: Facts, unknown: set[str]) -> MemoryKind:
         return "reserved"
     unknown.add("memory_kind")
     return "allocated"
+
+
+def memory_is_comparable(facts: Facts, trainable: Trainable, unknown: set[str]) -> bool:
+    """Not where the notes withdraw it, or where the optimizer of all parameters, most of it, is unknown."""
+    withdrawn = facts.found("do not score memory|real sequence length unknown")
+    return not withdrawn and not ("optimizer" in unknown and trainable.kind == "full")
 
 
 def measured_rank_of(facts: Facts) -> MeasuredRank:

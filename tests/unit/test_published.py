@@ -145,7 +145,7 @@ def test_an_nvlink_domain_is_one_node(tmp_path: Path) -> None:
 def test_what_is_recomputed_and_what_is_not_known(tmp_path: Path) -> None:
     for said, meant, unknown in (
         ("full", "full", False), ("full(recipe default)", "full", False), ("selective(core_attn)", "selective", False),
-        ("selective(moe_act)", "selective", True), ("none", "none", False), ("", "none", True),
+        ("selective(moe_act)", "none", True), ("none", "none", False), ("", "none", True),
     ):  # fmt: skip
         row = usable(tmp_path, recompute=said)
         assert (RECOMPUTE[column(row, "recompute")], "recompute" in row.unknown) == (meant, unknown)
@@ -216,6 +216,12 @@ def test_out_of_memory_has_no_peak(tmp_path: Path) -> None:
     assert row.out_of_memory and row.measured_bytes is None
     ran = usable(tmp_path, memory_gb="66", notes="OOM with a larger batch; nvidia-smi")
     assert not ran.out_of_memory and ran.measured_bytes == 66e9 and ran.memory_kind == "device"
+
+
+def test_memory_under_an_optimizer_that_is_not_known_is_not_scored(tmp_path: Path) -> None:
+    notes = "optimizer tricks vary (8-bit/paged AdamW, in-backward)"
+    assert usable(tmp_path, memory_gb="20", notes=notes).measured_bytes is None
+    assert usable(tmp_path, memory_gb="20", model="own lora finetune", notes=notes).measured_bytes == 20e9
 
 
 def test_cumulative_techniques_are_kept_by_the_rows_below(tmp_path: Path) -> None:
