@@ -80,21 +80,13 @@ def run(
     reported(lambda: verb.run(asked), as_json)
 
 
-def _gpus(asked: bool) -> None:
-    if asked:
-        from shardwise.report import catalogue
-
-        typer.echo(catalogue.text())
-        raise typer.Exit
-
-
 @app.command(epilog="Example: shardwise plan llama-3-70b --cluster 8xp5.48xlarge -o plan.json --html plan.html")
 def plan(
     target: Annotated[
         str, typer.Argument(help="A recipe (.toml), a config.json, a preset, or package.module:callable.")
-    ],
+    ] = "",
     cluster: Annotated[
-        str, typer.Option("--cluster", help="local, 8xH100-SXM5-80GB, 4x8xH100, 4xp5.48xlarge.")
+        str, typer.Option("--cluster", help="local, 4x8xH100, 4xp5.48xlarge, 8xA100+8xL4, a cluster file.")
     ] = "local",
     overrides: Overrides = None,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Write the best plan to this file.")] = None,
@@ -108,9 +100,16 @@ def plan(
     days: Annotated[float | None, typer.Option("--days", min=0.001, help="How many GPUs for --tokens in time.")] = None,
     price: Annotated[float | None, typer.Option("--price", min=0.0, help="Dollars for a GPU and hour.")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="The largest batch, sequence and model that fit.")] = False,
-    gpus: Annotated[bool, typer.Option("--gpus", callback=_gpus, is_eager=True, help="List known machines.")] = False,
+    gpus: Annotated[bool, typer.Option("--gpus", help="List known GPUs and nodes, and do nothing else.")] = False,
 ) -> None:
     """Search all ways to split the work for the fastest that fits, and say why. No GPU and no torch needed."""
+    if gpus:
+        from shardwise.report import catalogue
+
+        print(catalogue.as_json() if as_json else catalogue.text())
+        return
+    if not target:
+        raise typer.BadParameter("give a recipe, a config.json, a preset or package.module:callable; or --gpus alone")
     from shardwise.cli import plan as verb
     from shardwise.cli.plan_answers import Wanted
 

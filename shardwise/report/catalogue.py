@@ -1,24 +1,61 @@
-"""The machines of the catalogue, as text."""
+"""The machines of the catalogue, as text and as JSON."""
 
-from shardwise.inputs.hardware import catalogue
+import msgspec
+
+from shardwise.inputs.hardware import CatalogueGpu, CatalogueNode, catalogue
 from shardwise.units import format_bytes
+
+GPU_HEADS = ("GPU", "memory", "bandwidth", "SMs", "bf16", "measured", "fp8", "link")
+NODE_HEADS = ("node", "GPUs", "network a GPU", "cards")
 
 
 def text() -> str:
-    """GPUs and nodes with what the planner counts with; `-` where a number is not known."""
+    """GPUs and nodes with what the planner counts with; `-` where a number is not known. Peaks are dense."""
     known = catalogue()
-    lines = [f"{'GPU':<22}{'memory':>11}{'bf16':>10}{'fp8':>10}{'link':>12}  aliases"]
-    for gpu in known.gpu:
-        speeds = [_flops(gpu.dense_bf16_flops_per_second), _flops(gpu.dense_fp8_flops_per_second)]
-        link = f"{gpu.link_bytes_per_second / 1e9:.0f} GB/s"
-        cells = f"{gpu.name:<22}{format_bytes(gpu.hbm_bytes):>11}{speeds[0]:>10}{speeds[1]:>10}{link:>12}"
-        lines.append(f"{cells}  {', '.join(gpu.aliases)}".rstrip())
-    lines += ["", f"{'node':<22}{'GPUs':<28}{'network a GPU':>15}  aliases"]
-    for node in known.node:
-        network = f"{node.network_bytes_per_second_per_device / 1e9:.1f} GB/s"
-        devices = f"{node.devices} x {node.gpu}"
-        lines.append(f"{node.name:<22}{devices:<28}{network:>15}  {', '.join(node.aliases)}".rstrip())
-    return "\n".join(lines)
+    gpus = [(_gpu_cells(row), row.aliases) for row in known.gpu]
+    nodes = [(_node_cells(row), row.aliases) for row in known.node]
+    return "\n".join([*_table(GPU_HEADS, gpus), "", *_table(NODE_HEADS, nodes)])
+
+
+def as_json() -> str:
+    """Every row of the catalogue with its source and notes."""
+    return msgspec.json.encode(catalogue()).decode()
+
+
+def _gpu_cells(gpu: CatalogueGpu) -> tuple[str, ...]:
+    return (
+        gpu.name,
+        format_bytes(gpu.hbm_bytes),
+        _rate(gpu.hbm_bytes_per_second),
+        str(gpu.multiprocessors or "-"),
+        _flops(gpu.dense_bf16_flops_per_second),
+        _flops(gpu.measured_bf16_flops_per_second),
+        _flops(gpu.dense_fp8_flops_per_second),
+        _rate(gpu.link_bytes_per_second),
+    )
+
+
+def _node_cells(node: CatalogueNode) -> tuple[str, ...]:
+    network = _rate(node.network_bytes_per_second_per_device)
+    return (node.name, f"{node.devices} x {node.gpu}", network, str(node.nics or "-"))
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[str]:
+    widths = [
+        max(len(cells[column]) for cells in (heads, *(cells for cells, _ in rows))) for column in range(len(heads))
+    ]
+    lines = [(heads, "aliases"), *((cells, ", ".join(aliases)) for cells, aliases in rows)]
+    return [f"{_aligned(cells, widths)}  {last}".rstrip() for cells, last in lines]
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+    """The first to the left, numbers to the right."""
+    rest = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
+    return "  ".join([cells[0].ljust(widths[0]), *rest])
+
+
+def _rate(speed: float) -> str:
+    return f"{speed / 1e9:.0f} GB/s" if speed >= 1e10 else f"{speed / 1e9:.1f} GB/s"
 
 
 def _flops(speed: float | None) -> str:
