@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardwise.cost import activations, in_flight
 from shardwise.cost.calibration import memory_constants
-from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, Candidates, Counts
+from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, Candidates, Counts
 from shardwise.cost.parameters import Numbers, Shards, Units, adapters
 from shardwise.cost.workload import Stack, Workload
 
@@ -232,9 +232,15 @@ def _loss(rank: Rank) -> Held:
         gathered=_gathered(rank, 0.0),
         activations=_activations(rank, 0.0),
         logits=_logits(rank),
-        communication=_messages(rank),
+        communication=_messages(rank) + _still_reducing(rank),
         temporaries=_hidden(rank) * 2,
     )
+
+
+def _still_reducing(rank: Rank) -> Floats:
+    """Under zero 2 and 3 the buffer of the last block that the micro-batch before reduced is still there."""
+    stays = (rank.candidates.zero >= 2) & _accumulating(rank)
+    return np.where(stays, rank.stack.reduced * rank.trained * rank.block.whole, 0.0)
 
 
 def _logits(rank: Rank) -> Floats:
@@ -245,7 +251,9 @@ def _logits(rank: Rank) -> Floats:
         full = known.logit_bytes_fused_loss_kernels if stack.kernels == "fused" else known.logit_bytes_chunked
     each = np.where(c.compiled, np.minimum(full, known.logit_bytes_compiled), full)
     losses = 1 + rank.workload.arch.prediction_layers
-    return np.where(rank.last, each * losses * rank.tokens * rank.workload.arch.vocab_size / c.tp, 0.0)
+    # Under GPipe the softmax of every micro-batch waits for its backward.
+    waiting = np.where(c.schedule == SCHEDULES.index("gpipe"), activations.FP32 * (rank.flying - 1), 0.0)
+    return np.where(rank.last, (each + waiting) * losses * rank.tokens * rank.workload.arch.vocab_size / c.tp, 0.0)
 
 
 def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
