@@ -16,6 +16,7 @@ Positive = Annotated[int, msgspec.Meta(gt=0)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 Role = Literal["column", "row", "embedding", "head", "replicated"]
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv"]
 
 
@@ -30,11 +31,30 @@ class PresetByDevice(Value, frozen=True):
     gpu: str
 
 
+class LoraSpec(Value, frozen=True):
+    """Low-rank adapters beside `targets` of every block; the weights themselves, of `base_bits` each, stay as they are.
+
+    Source of the default targets: Hu et al., arXiv 2106.09685, section 7.1.
+    """
+
+    rank: Positive
+    targets: tuple[Projection, ...] = ("q_proj", "v_proj")
+    base_bits: Literal[4, 8, 16] = 16
+
+
+class TrainableSpec(Value, frozen=True):
+    """Exactly one of: `frozen`, patterns of the names that are not trained ("blocks.0.*"); `lora`."""
+
+    frozen: tuple[str, ...] = ()
+    lora: LoraSpec | None = None
+
+
 class ModelSpec(Value, frozen=True):
     """Exactly one of preset, config, hf, factory; `given` is set by a Trainer that was handed a module.
 
     `roles` says how tensor parallel splits a module, by a pattern of its path ("blocks.*.mixer.up" = "column"); what
     no pattern names is guessed. `sequence_parallel`: whether what lies between the split regions is split by position.
+    `trainable` is for shapes; of a module handed over, what requires gradients trains.
     """
 
     preset: str | PresetByDevice | None = None
@@ -49,6 +69,7 @@ class ModelSpec(Value, frozen=True):
     unused_parameters: tuple[str, ...] = ()
     roles: dict[str, Role] = {}
     sequence_parallel: Literal["auto"] | bool = "auto"
+    trainable: Literal["full"] | TrainableSpec = "full"
 
 
 class Source(Value, frozen=True):
@@ -136,7 +157,7 @@ class TrainSpec(Value, frozen=True):
     steps: Positive | None = None
     epochs: Positive | None = None
     tokens: Positive | None = None
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8"] = "auto"
     plan: Literal["auto"] | PlanRequest = "auto"
     devices: Literal["auto"] | Positive = "auto"
     evaluate_every_steps: NonNegative = 0
@@ -216,6 +237,9 @@ def require_complete(recipe: Recipe, where: str = "recipe") -> None:
             why="data.valid_fraction is 0",
             fix="data.valid_fraction = 0.01, or train.evaluate_every_steps = 0",
         )
+    if isinstance(model.trainable, TrainableSpec):
+        parts = {"frozen": model.trainable.frozen, "lora": model.trainable.lora}
+        choices.append(("model.trainable", parts, "lora = { rank = 8 }"))
     for table, values, example in choices:
         chosen = [key for key, value in values.items() if value not in (None, ())]
         if table == "train" and not chosen and model.given is not None:

@@ -180,7 +180,21 @@ def devices_exist(plan: Plan, world: int) -> Violation | None:
     )
 
 
+def trainable_runs(plan: Plan, world: int) -> Violation | None:
+    if plan.recipe.model.trainable == "full":
+        return None
+    return Violation(
+        rule="trainable_runs",
+        what="model.trainable is planned only: this engine trains a shape's every parameter.",
+        why="frozen parts and adapters of a shape are not part of the engine yet; those of your own module are",
+        fix='model.trainable = "full", or a module with its adapters by model.factory = "my.module:build"',
+        apply={"model.trainable": "full"},
+    )
+
+
 def precision_exists(plan: Plan, world: int) -> Violation | None:
+    if plan.decision.precision == "fp8":
+        return _fp8_is_planned_only(plan)
     if plan.decision.precision != "bf16" or not has_no_bf16(plan.cluster):
         return None
     return Violation(
@@ -189,6 +203,21 @@ def precision_exists(plan: Plan, world: int) -> Violation | None:
         why="it would be emulated, slower than fp32",
         fix='train.precision = "fp16"',
         apply={"train.precision": "fp16"},
+    )
+
+
+def _fp8_is_planned_only(plan: Plan) -> Violation:
+    device = plan.cluster.device
+    known = device.dense_fp8_flops_per_second is not None
+    instead = "fp32" if plan.cluster.kind == "cpu" else "fp16" if has_no_bf16(plan.cluster) else "bf16"
+    return Violation(
+        rule="precision_exists",
+        what="fp8 is planned only: this engine does not train in it yet."
+        if known
+        else f"fp8 on {device.name}, which has no fp8 units.",
+        why="its products and scales are not part of the engine yet" if known else "no speed is known for it there",
+        fix=f'train.precision = "{instead}"',
+        apply={"train.precision": instead},
     )
 
 
@@ -417,6 +446,7 @@ RULES: tuple[Rule, ...] = (
     _option_runs("offload"),
     _option_runs("compression"),
     model_runs,
+    trainable_runs,
     trackers_run,
     buckets_need_whole_copies,
     each_rank_has_a_sample,

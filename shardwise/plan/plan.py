@@ -25,7 +25,7 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     global_batch: Positive
     micro_batch: Positive
     accumulation: Positive
-    precision: Literal["fp32", "bf16", "fp16", "fp64"]
+    precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8"]
     schedule: Literal["none"] | PipelineSchedule = "none"
     stages_per_rank: Positive = 1
     recompute: Literal["none", "selective", "full"] = "none"

@@ -20,7 +20,7 @@ from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Decision, Plan
 from shardwise.units import format_bytes, format_count
 
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64", "fp8"]
 Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
 
@@ -35,7 +35,7 @@ FULL_SHARD_LIMIT = 80e9
 # A Python process with torch, before any parameter.
 PROCESS_BYTES = 512 * 2**20
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 # Micro-batches for each stage of a pipeline that leave about a fifth of its time idle (p - 1 of m + p - 1).
 MICRO_BATCHES_PER_STAGE = 4
 # Larger forwards gain nothing on a core: the activations left its caches long before.

@@ -6,23 +6,34 @@ from typing import NamedTuple
 import msgspec
 
 from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES
-from shardwise.cost.workload import SHARDWISE_FP32, SHARDWISE_MIXED, Stack, Workload
+from shardwise.cost.workload import SHARDWISE_FP32, SHARDWISE_MIXED, Stack, Trainable, Workload
 from shardwise.inputs.arch import Arch
+from shardwise.inputs.arch.names import trained_share
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import PlanRequest, Recipe
 from shardwise.plan import machines, rule_of_thumb, space
 from shardwise.plan.space import Task
 from shardwise.units import MIB
 
+# What the cost model calls the projections of a block.
+PROJECTIONS = {
+    "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output",
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
+}  # fmt: skip
+
 
 class Subject(NamedTuple):
-    """What is planned: the work, the machines, the space, bytes that a rank may use; and whether the engine runs it."""
+    """What is planned: the work, the machines, the space, bytes that a rank may use; and whether the engine runs it.
+
+    planned_only: why not, of the model and its precision; each plan may have reasons of its own.
+    """
 
     workload: Workload
     cluster: Cluster
     task: Task
     limit: float
     runs: bool = True
+    planned_only: tuple[str, ...] = ()
 
 
 def of(
@@ -42,9 +53,31 @@ def of(
     task = _task(recipe, arch, cluster, cluster.devices if _all_gpus(recipe, cluster, world) else ranks, together)
     if task.world != ranks and next(space.meshes(task), None) is None:
         task = _task(recipe, arch, cluster, ranks, together)
-    workload = Workload(arch, recipe.data.sequence_length, batch, precision, stack_of(precision, each.states))
-    runs = not arch.engine_problem() and recipe.model.hf is None
-    return Subject(workload, machines.alike(cluster), task, limit_of(cluster, task.world), runs)
+    stack, trainable = stack_of(precision, each.states), trainable_of(recipe, arch)
+    workload = Workload(arch, recipe.data.sequence_length, batch, precision, stack, trainable)
+    why_not = _planned_only(recipe, arch, precision)
+    runs = not why_not and recipe.model.hf is None
+    return Subject(workload, machines.alike(cluster), task, limit_of(cluster, task.world), runs, why_not)
+
+
+def trainable_of(recipe: Recipe, arch: Arch) -> Trainable:
+    """What gets gradients, as the cost model counts it. Raises: RecipeError where a pattern names nothing."""
+    asked = recipe.model.trainable
+    if asked == "full":
+        return Trainable()
+    if asked.lora is None:
+        return Trainable("frozen", share=trained_share(arch, asked.frozen))
+    targets = tuple(PROJECTIONS[target] for target in asked.lora.targets)
+    return Trainable("lora", rank=asked.lora.rank, targets=targets, base_bytes=asked.lora.base_bits / 8)
+
+
+def _planned_only(recipe: Recipe, arch: Arch, precision: str) -> tuple[str, ...]:
+    found = (
+        arch.engine_problem(),
+        "frozen parts and adapters of a shape are planned only" if recipe.model.trainable != "full" else "",
+        "fp8 is planned only" if precision == "fp8" else "",
+    )
+    return tuple(reason for reason in found if reason)
 
 
 def _all_gpus(recipe: Recipe, cluster: Cluster, world: int | None) -> bool:
