@@ -59,7 +59,7 @@ def load(found: Sequence[Row]) -> Runs:
 
 def thinned(found: Sequence[Row]) -> list[Row]:
     kept = []
-    for family in sorted({row.family for row in found}):
+    for family in sorted({row.family for row in found} - set(NOT_FITTED)):
         same = [row for row in found if row.family == family and row.measured_seconds and row.workload]
         picked = np.unique(np.linspace(0, len(same) - 1, min(len(same), MOST_ROWS)).astype(int))
         kept += [same[i] for i in picked]
@@ -77,14 +77,15 @@ def loss_of(runs: Runs, known: TimeConstants, prior: TimeConstants, families: Se
         mine = off[runs.family == family]
         each.append(0.5 * np.mean(mine) + 0.3 * np.median(mine) + 0.2 * np.percentile(mine, 90))
     pull = sum((np.log(getattr(known, n) / getattr(prior, n))) ** 2 for n in fitted_names())
-    weights = np.array([WEIGHTS.get(family, 1.0) for family in families])
-    return float(np.average(each, weights=weights)) + PULL * pull
+    return float(np.mean(each)) + PULL * pull
 
 
-PULL = 0.003
-# Continuous-integration runs of toy models, mostly in deterministic mode: half of what they take is the host's, and
-# their own repeats differ by a third. They still say something of it, and little of training.
-WEIGHTS = {"megatron-golden": 0.3}
+# Strong enough that what one family alone says does not move a constant far: of 0.003, 0.006 and 0.01 this one was best
+# on families left out.
+PULL = 0.01
+# Continuous-integration runs of toy models, in deterministic mode: four fifths of what they take is the host's, and
+# repeats of one differ by a third. Scored, and not fitted on: they would set the host's constants for all others.
+NOT_FITTED = ("megatron-golden",)
 
 
 def fitted_names() -> list[str]:
@@ -174,7 +175,7 @@ def main() -> None:
     known = committed
     if arguments.write:
         known = fit(load(thinned(found)), start, start, arguments.rounds)
-        on = f"{arguments.runs.name}: {', '.join(sorted(set(everything.family.tolist())))}"
+        on = f"{arguments.runs.name}: {', '.join(sorted(set(everything.family.tolist()) - set(NOT_FITTED)))}"
         write(known, on, Path(calibration.__file__).with_suffix(".toml"))
     show(table(everything, predicted(everything, known)))
 
