@@ -5,6 +5,7 @@ Here a bucket is a flat buffer whose slices are the parameters' gradients; bucke
 every rank, each as soon as it and all before it are full.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -121,7 +122,7 @@ class BucketedDataParallel:
         self.buckets = [Bucket(i, ps) for i, ps in enumerate(assign(trainable, cap_bytes))]
         for bucket in self.buckets:
             for slot, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._arrival(bucket, slot))
+                parameter.register_post_accumulate_grad_hook(self._arrival(bucket.index, slot))
 
     def before_backward(self, *, stage: int = 0, last: bool) -> None:
         self.last_micro_batch = last
@@ -129,18 +130,25 @@ class BucketedDataParallel:
     def reshard(self) -> None:
         return
 
-    def _arrival(self, bucket: Bucket, slot: int) -> Callable[[torch.Tensor], None]:
-        parameter = bucket.parameters[slot]
+    def _arrival(self, index: int, slot: int) -> Callable[[torch.Tensor], None]:
+        # A parameter's hooks are out of the garbage collector's sight: one that held this would keep all for good.
+        this = weakref.ref(self)
 
         def arrived(_parameter: torch.Tensor) -> None:
-            bucket.take_up(slot)
-            if self.last_micro_batch and self.early:
-                self.arrived[parameter] += 1
-                if self.arrived[parameter] == self.holders[parameter]:
-                    bucket.ready.add(slot)
-                    self._launch_full()
+            held = this()
+            if held is not None:
+                held._take(held.buckets[index], slot)
 
         return arrived
+
+    def _take(self, bucket: Bucket, slot: int) -> None:
+        bucket.take_up(slot)
+        if self.last_micro_batch and self.early:
+            parameter = bucket.parameters[slot]
+            self.arrived[parameter] += 1
+            if self.arrived[parameter] == self.holders[parameter]:
+                bucket.ready.add(slot)
+                self._launch_full()
 
     def _launch_full(self) -> None:
         # In order of the index alone: ranks whose gradients arrive in another order still match.

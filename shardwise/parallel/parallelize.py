@@ -279,9 +279,10 @@ def refuse_mixing(module: nn.Module, spec: ModelSpec) -> None:
 
 def parallel_of(module: nn.Module) -> Parallel:
     """Raises: BadInput for a module that `parallelize` never saw."""
-    if module not in _parallel:
+    found = _recorded(module)
+    if found is None:
         raise BadInput(
             f"{type(module).__name__} is not parallelized.",
             fix="call model = sw.parallelize(model, plan) first",
         )
-    return _parallel[module]
+    return found
