@@ -4,8 +4,8 @@ What the user wrote down by hand (train.plan as a table) and modules of unknown 
 thumb; its plan also stands beside the searched ones. No torch.
 """
 
+import functools
 import importlib.metadata
-import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -89,7 +89,7 @@ def costs() -> CostModel:
     from shardwise.cost.memory import memory
     from shardwise.cost.step import step
 
-    return CostModel(memory, step, data_floor)
+    return CostModel(memory, step, data_floor, functools.partial(memory, rank="first"))
 
 
 def searched(
@@ -124,8 +124,6 @@ def can_predict(recipe: Recipe, cluster: Cluster) -> bool:
     """Whether the machines' speed is known: the peak of the precision, and the memory's bandwidth."""
     device = cluster.device
     peak = device.peak_flops_per_second(rule_of_thumb.precision_of(recipe, cluster)[0])
-    if importlib.util.find_spec("shardwise.cost.memory") is None:  # until it is there
-        return False
     return peak is not None and (device.kind == "cpu" or device.hbm_bytes_per_second is not None)
 
 

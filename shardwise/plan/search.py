@@ -55,11 +55,12 @@ class StepParts(bounds.HasParts, Protocol):
 
 
 class CostModel(NamedTuple):
-    """The functions that say what plans cost, and what data parallelism adds at least, whatever a core's options."""
+    """The functions that say what plans cost, what data parallelism adds at least, and what one rank holds for sure."""
 
     memory: Callable[[Workload, Cluster, Candidates], MemoryParts]
     step: Callable[[Workload, Cluster, Candidates], StepParts]
     data_floor: Callable[[Workload, Cluster, Candidates], Reals]
+    first_rank: Callable[[Workload, Cluster, Candidates], bounds.HasParts]
 
 
 class Ranked(NamedTuple):
@@ -149,20 +150,22 @@ def _core_floors(subject: Subject, model: CostModel, cores: Table) -> Reals:
 
 def _open(table: Table, found: Found) -> Table:
     """The rows whose bound lets them be among the best; sums in another order may differ in their last digits."""
-    floor = table["floor"] * (1 - ROUNDING)
-    keep = (floor <= found.best.worst) | (table["may_run"] & (floor <= found.running.worst))
-    return space.rows(table, keep)
+    return space.rows(table, _fast_enough(table, table["floor"] * (1 - ROUNDING), found))
+
+
+def _fast_enough(table: Table, seconds: Reals, found: Found) -> NDArray[np.bool_]:
+    return np.asarray((seconds <= found.best.worst) | ((table["may_run"] != 0) & (seconds <= found.running.worst)))
 
 
 def _look_into(subject: Subject, model: CostModel, cores: Table, floors: _DataFloors, found: Found) -> Found:
     """The plans of these cores: their pipelines in order of their bounds, then all splits of those."""
-    samples = bounds.samples_floor(_memory(subject, model, bounds.mean_rank(cores))) / cores["pp"]
+    samples = bounds.samples_floor(_first_rank(subject, model, bounds.mean_rank(cores))) / cores["pp"]
     table = space.with_pipelines(subject.task, space.rows(cores, samples <= subject.limit))
     table["floor"] = bounds.pipeline_floor(table, table["own"]) + table["data"]
     table["may_run"] = engine.may_run(table) & (table["may_run"] != 0)
     for piece in _chunks(_open(table, found)):
         piece = _open(piece, found)
-        piece["samples"] = bounds.samples_floor(_memory(subject, model, bounds.least_split(piece)))
+        piece["samples"] = bounds.samples_floor(_first_rank(subject, model, bounds.least_split(piece)))
         piece = space.rows(piece, piece["samples"] <= subject.limit)
         whole_copies = {**piece, "dp_replicate": piece["data_parallel"]}
         piece["own"] = bounds.without_split(_step(subject, model, whole_copies))
@@ -193,10 +196,14 @@ def _cost(subject: Subject, model: CostModel, plans: Table, found: Found) -> Fou
     plans = space.rows(plans, np.maximum(least, bounds.states_floor(workload, plans)) <= limit)
     if not _length(plans):
         return found
-    memory = _memory(subject, model, plans)
     found = found._replace(costed=found.costed + _length(plans))
-    plans = space.rows({**plans, "bytes": memory.device}, memory.high <= limit)
+    # Seconds are told sooner than bytes: bytes are asked of what is fast enough alone.
     seconds = _step(subject, model, plans).seconds
+    plans, seconds = _chosen(plans, seconds, _fast_enough(plans, seconds, found))
+    if not len(seconds):
+        return found
+    memory = _memory(subject, model, plans)
+    plans, seconds = _chosen({**plans, "bytes": memory.device}, seconds, memory.high <= limit)
     return found._replace(
         best=_ranked(found.best, plans, seconds),
         running=_ranked(found.running, *_chosen(plans, seconds, plans["may_run"] != 0)),
@@ -231,6 +238,10 @@ def candidates(table: Table) -> Candidates:
 
 def _step(subject: Subject, model: CostModel, table: Table) -> StepParts:
     return model.step(subject.workload, subject.cluster, candidates(table))
+
+
+def _first_rank(subject: Subject, model: CostModel, table: Table) -> bounds.HasParts:
+    return model.first_rank(subject.workload, subject.cluster, candidates(table))
 
 
 def _memory(subject: Subject, model: CostModel, table: Table) -> MemoryParts:

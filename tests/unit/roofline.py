@@ -93,4 +93,4 @@ def data_floor(workload: Workload, cluster: Cluster, c: Candidates) -> Reals:
     return step(workload, cluster, c).parts["data_parallel"]
 
 
-ROOFLINE = CostModel(memory, step, data_floor)
+ROOFLINE = CostModel(memory, step, data_floor, memory)

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 from shardwise.cost.floor import data_floor
 from shardwise.cost.step import step
-from shardwise.cost.workload import Workload
+from shardwise.cost.workload import Trainable, Workload
 from shardwise.inputs.arch import preset
 from shardwise.inputs.hardware import parse_cluster
-from shardwise.plan import bounds, space
-from shardwise.plan.search import candidates
+from shardwise.plan import automatic, bounds, space
+from shardwise.plan.search import candidates, search
 from shardwise.plan.space import Task
-from tests.unit.test_search import ARCHS
+from shardwise.plan.subject import Subject
+from tests.unit.test_search import ARCHS, assert_same, written_out
 
 CLUSTERS = ("8xH100-SXM5-80GB", "4xp4d.24xlarge", "8xp5.48xlarge", "2x8xL4")
 ROUNDING = 1 + 1e-9
@@ -56,3 +57,45 @@ def test_what_offload_takes_never_makes_data_parallel_faster(offload: int) -> No
     there = step(workload, cluster, candidates({**table, "offload": np.full_like(table["pp"], offload)}))
     here = step(workload, cluster, candidates({**table, "offload": np.zeros_like(table["pp"])}))
     assert np.array_equal(there.parts["data_parallel"], here.parts["data_parallel"])
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    arch=st.sampled_from(sorted(ARCHS)),
+    cluster=st.sampled_from(CLUSTERS),
+    world=st.sampled_from([1, 2, 4, 12, 16]),
+    batch=st.sampled_from([8, 13, 96]),
+    gibibytes=st.floats(3, 80),
+)
+def test_with_the_cost_model_the_search_finds_what_the_space_written_out_holds(
+    arch: str, cluster: str, world: int, batch: int, gibibytes: float
+) -> None:
+    workload, task = Workload(ARCHS[arch], 2048, batch, "bf16"), Task(ARCHS[arch], 2048, batch, world, 8)
+    asked = Subject(workload, parse_cluster(cluster), task, gibibytes * 2**30)
+    found = search(asked, automatic.costs(), 5)
+    assert_same(found.best, written_out(asked, automatic.costs(), runs=False), 5)
+    assert_same(found.running, written_out(asked, automatic.costs(), runs=True), 5)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    arch=st.sampled_from([*sorted(ARCHS), "llama-3-70b"]),
+    world=st.sampled_from([1, 2, 8, 12, 16]),
+    kind=st.sampled_from([Trainable(), Trainable("frozen", share=0.1), Trainable("lora", rank=8, targets=("q", "v"))]),
+)
+def test_no_plan_holds_less_than_its_bounds(arch: str, world: int, kind: Trainable) -> None:
+    shape, machines = ARCHS.get(arch) or preset(arch), parse_cluster("2x8xH100")
+    task = Task(shape, 2048, 32, world, 8)
+    workload = Workload(shape, 2048, 32, "bf16", trainable=kind)
+    cores = space.rows(space.cores(task), slice(0, None, 7))
+    memory = automatic.costs().memory
+    mean = bounds.samples_floor(memory(workload, machines, candidates(bounds.mean_rank(cores)))) / cores["pp"]
+    pipelines = space.with_pipelines(task, {**cores, "mean": mean})
+    pipelines["samples"] = bounds.samples_floor(memory(workload, machines, candidates(bounds.least_split(pipelines))))
+    plans = space.with_splits(task, pipelines)
+    held = memory(workload, machines, candidates(plans))
+    assert np.all(held.low <= held.device) and np.all(held.device <= held.high)
+    assert np.sum(list(held.parts.values()), axis=0) == pytest.approx(held.device, rel=1e-9)
+    assert np.all(plans["mean"] <= held.high * ROUNDING)
+    assert np.all(bounds.states_floor(workload, plans) <= held.high * ROUNDING)
+    assert np.all(plans["samples"] + bounds.least_states(workload, plans) <= held.high * ROUNDING)
