@@ -238,7 +238,7 @@ def require_complete(recipe: Recipe, where: str = "recipe") -> None:
             fix="data.valid_fraction = 0.01, or train.evaluate_every_steps = 0",
         )
     if isinstance(model.trainable, TrainableSpec):
-        parts = {"frozen": model.trainable.frozen, "lora": model.trainable.lora}
+        parts: dict[str, object] = {"frozen": model.trainable.frozen, "lora": model.trainable.lora}
         choices.append(("model.trainable", parts, "lora = { rank = 8 }"))
     for table, values, example in choices:
         chosen = [key for key, value in values.items() if value not in (None, ())]
