@@ -75,7 +75,7 @@ def of_block(workload: Workload, sparse: bool) -> Kept:
         Widths(0, 0, 0) if mode == "none" else _sum(one for one in saved if one.none and not getattr(one, mode))
         for mode in modes
     )
-    inner = [one for one in saved if one in ffn and one.none and not one.name.startswith("residual")]
+    inner = [one for one in saved if one.name in {each.name for each in ffn} and one.none and not one.name.startswith("residual")]
     return Kept(kept, again, _beside_ffn(workload, sparse), _beside_norm(workload), _sum(inner))  # type: ignore[arg-type]
 
 
@@ -100,6 +100,9 @@ def _sum(saved: Iterator[Saved] | list[Saved]) -> Widths:
 def _needed(workload: Workload, saved: list[Saved]) -> list[Saved]:
     """Without what only the gradients of weights that are not trained would need."""
     trainable = workload.trainable
+    if workload.precision == "fp8" and workload.stack.kernels == "fused":
+        # Transformer Engine keeps what a product read in the eight bits in which it read it.
+        saved = [one._replace(size=one.size / 2) if one.for_weights else one for one in saved]
     if trainable.kind != "lora":
         return saved
     targets = {name for target in trainable.targets for name in TARGETS.get(target, (target,))}
