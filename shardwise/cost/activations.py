@@ -75,7 +75,8 @@ def of_block(workload: Workload, sparse: bool) -> Kept:
         Widths(0, 0, 0) if mode == "none" else _sum(one for one in saved if one.none and not getattr(one, mode))
         for mode in modes
     )
-    inner = [one for one in saved if one.name in {each.name for each in ffn} and one.none and not one.name.startswith("residual")]
+    let_go = {one.name for one in ffn if one.none and not one.name.startswith("residual")}
+    inner = [one for one in saved if one.name in let_go]
     return Kept(kept, again, _beside_ffn(workload, sparse), _beside_norm(workload), _sum(inner))  # type: ignore[arg-type]
 
 
