@@ -133,9 +133,8 @@ def table(runs: Runs, value: Floats) -> dict[str, tuple[int, float, float, float
 def show(found: dict[str, tuple[int, float, float, float]]) -> None:
     for name, (n, median, p90, bias) in found.items():
         print(f"{name:18s} {n:5d}  median {median:6.1%}  p90 {p90:6.1%}  bias {bias:+6.1%}")
-    print(
-        f"{'mean':18s}        median {np.mean([v[1] for v in found.values()]):6.1%}  p90 {np.mean([v[2] for v in found.values()]):6.1%}"
-    )
+    medians, tails = ([row[at] for row in found.values()] for at in (1, 2))
+    print(f"{'mean':18s}        median {np.mean(medians):6.1%}  p90 {np.mean(tails):6.1%}")
 
 
 def write(known: TimeConstants, on: str, path: Path) -> None:

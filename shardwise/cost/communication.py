@@ -52,7 +52,7 @@ class Fabric:
         )
 
     def sustained(self, known: TimeConstants) -> Self:
-        """What transfers get of it. A network that is not known is a share of the link, as machines of its kind have."""
+        """What transfers get of it. A network that is not known is a share of the link, as is usual."""
         usual = np.minimum(_USUAL_NETWORK, self.link * known.unknown_network_share)
         network = np.where(self.network > 0, self.network, usual)
         link = self.link * np.where(self.link_measured > 0, 1.0, known.link_share)
@@ -60,7 +60,7 @@ class Fabric:
 
 
 def _measured(cluster: Cluster) -> tuple[float, float]:
-    """Bytes a second that each rank of a ring moved, and seconds a collective's start, of the widest in one node; or 0."""
+    """Bytes a second that each rank of a ring moved, and seconds of a start, of the widest in one node; or 0."""
     probed = [one for one in cluster.measured.collectives if one.nodes == 1] if cluster.measured else []
     rounds = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
     rings = [one for one in probed if one.kind in rounds]
@@ -138,7 +138,7 @@ def _ring_pace(group: Group, fabric: Fabric, known: TimeConstants) -> Floats:
 def nodes_reached(copies: Floats, group: Group) -> Floats:
     """Share of a token's `copies` that cross to a node, when those for one node go there once.
 
-    Of `copies` sent at random to K nodes, K (1 - (1 - 1/K)^copies) nodes get one. Source: DeepSeek-V3, arXiv 2412.19437,
+    Of `copies` sent at random to K nodes, K (1 - (1 - 1/K)^copies) nodes get one. Source: DeepSeek-V3, arXiv 2412.19437
     section 3.2.2, and the dispatchers of Megatron-Core that follow it.
     """
     reached = group.nodes * (1 - (1 - 1 / group.nodes) ** np.maximum(copies, 1.0))

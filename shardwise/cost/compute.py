@@ -18,7 +18,8 @@ Floats = NDArray[np.float64]
 
 # Of a GPU that does not say how many multiprocessors it has.
 _USUAL_MULTIPROCESSORS = 132
-# Output tiles of a matrix product and their speed beside the largest. Source: a roofline of tiles and waves; a smaller tile reads each operand more often, so it is slower the less it reuses.
+# Output tiles of a matrix product and their speed beside the largest: a smaller one reads each operand more often.
+# Recalled from CUTLASS's usual tiles; fitted together with waves on gemm_measured.csv.
 TILES = ((256.0, 128.0, 1.0), (128.0, 128.0, 0.93), (128.0, 64.0, 0.75), (64.0, 64.0, 0.55))
 
 
@@ -180,7 +181,7 @@ def grouped_matmul(
 class Attention:
     """One layer's attention on one rank: heads here, sizes of a head, rows of queries and mean positions looked at.
 
-    fused: no score matrix is written (1 or 0). tuned: by the vendor's kernels for the device, and not FlashAttention-2's.
+    fused: no score matrix is written (1 or 0). tuned: by the vendor's kernels, not FlashAttention-2's.
     """
 
     heads: Floats

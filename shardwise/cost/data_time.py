@@ -1,4 +1,4 @@
-"""Seconds of summing gradients and gathering weights over data-parallel ranks, of the optimizer, of offload. No torch."""
+"""Seconds of summing gradients and gathering weights over data-parallel ranks, of the optimizer, of offload."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from shardwise.cost.run_numbers import Run
 
 @dataclass(frozen=True)
 class Held:
-    """Trained numbers of the slowest pipeline rank before ZeRO: outside of experts, and in its experts; and its layers."""
+    """Trained numbers of the slowest pipeline rank before ZeRO, outside and in experts; and its layers."""
 
     dense: Floats
     experts: Floats
@@ -71,7 +71,7 @@ def _traffic(
 
 
 def _exposed(seconds: Floats, window: Floats, run: Run, known: TimeConstants) -> Floats:
-    """What is not hidden in the window, and the slowing of both while it is. Source: Galvatron's overlap coefficient."""
+    """What is not hidden in the window, and the slowing of both while it is (Galvatron's overlap coefficient)."""
     hidden = np.minimum(seconds, run.overlaps * known.overlap_window * window)
     return seconds - hidden * (1 - known.overlap_slowdown)
 

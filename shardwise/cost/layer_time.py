@@ -44,7 +44,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch on one rank. tokens: those it holds; spread: tp where activations are split between products, else 1.
+    """One micro-batch on one rank. tokens: those it holds; spread: tp where activations between products are split.
 
     learning: the share of weights that get gradients. tuned: attention by the vendor's kernels, as in engines that keep
     16-bit weights beside masters (Megatron-Core's Transformer Engine); torch's own is FlashAttention-2.
@@ -101,7 +101,7 @@ def moe_layer(shape: Shape, device: Device, micro: Micro) -> Passes:
 
 
 def projections(each: tuple[Projection, ...], device: Device, micro: Micro, tokens: Floats) -> tuple[Floats, Floats]:
-    """Seconds forward and backward of products with these weights: to the input always, to the weight where it learns."""
+    """Seconds forward and backward of products with these weights; backward to a weight where it learns."""
     forward, backward = np.zeros(1), np.zeros(1)
     for p in each:
         n = p.n / np.where(p.n_split > 0, micro.tp, 1.0)

@@ -138,7 +138,8 @@ def stacked(rows: Sequence[Any]) -> Any:
     """Many of one dataclass of arrays as one, a row each: what lets a fit or a score take all runs at once."""
     first = rows[0]
     if is_dataclass(first):
-        return type(first)(**{f.name: stacked([getattr(row, f.name) for row in rows]) for f in fields(first)})
+        kind: Any = type(first)
+        return kind(**{f.name: stacked([getattr(row, f.name) for row in rows]) for f in fields(first)})
     if isinstance(first, tuple):
         return tuple(stacked(column) for column in zip(*rows, strict=True))
     return np.concatenate(rows)

@@ -47,7 +47,7 @@ class Step:
 
 def total(parts: dict[str, Floats]) -> Floats:
     """Their sum."""
-    return sum(parts.values(), np.zeros(1))
+    return np.asarray(sum(parts.values(), np.zeros(1)))
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Place(NamedTuple):
 
 
 def _slowest(shape: Shape, run: Run, each: Units) -> Place:
-    """The first rank, with a layer more where they do not divide, or the last one with the head; all of it when alone."""
+    """The first rank, with a layer more where they do not divide, or the last with the head; all when alone."""
     layer, top, bottom = (each.seconds(unit) for unit in (each.layer, each.head, each.embedding))
     stages = run.pp * run.stages_per_rank
     fewest = np.floor(shape.layers / stages)
@@ -231,7 +231,7 @@ def _bubble(shape: Shape, run: Run, each: Units, work: Work, busy: Floats) -> Fl
     whole = shape.layers * each.seconds(each.layer) + each.seconds(each.embedding) + each.seconds(each.head)
     others = np.where(run.pp > 1, (whole / work.seconds - 1) / np.maximum(run.pp - 1, 1.0), 1.0)
     counts = (column.astype(np.int64) for column in (run.schedule, run.pp, run.stages_per_rank, run.micro_batches))
-    return busy * np.clip(others, 0.0, 1.0) * bubble(*counts)
+    return np.asarray(busy * np.clip(others, 0.0, 1.0) * bubble(*counts))
 
 
 def _transfers(inputs: Inputs, micro: Micro, known: TimeConstants) -> Floats:
@@ -243,7 +243,7 @@ def _transfers(inputs: Inputs, micro: Micro, known: TimeConstants) -> Floats:
     one = collective("send", moved, group, inputs.fabric, known)
     hidden = np.where(run.stages_per_rank > 1, known.transfers_hidden_interleaved, known.transfers_hidden)
     each = run.micro_batches * run.stages_per_rank * (1 - hidden) + (run.pp - 1)
-    return 2 * each * one
+    return np.asarray(2 * each * one)
 
 
 def _held(shape: Shape, run: Run, place: Place) -> Held:

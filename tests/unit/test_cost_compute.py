@@ -51,7 +51,7 @@ def test_one_tile_more_than_a_wave_costs_more_than_its_share() -> None:
     ],
 )
 def test_measured_products_are_met_within_two_fifths(gpu: Gpu, m: int, n: int, k: int, efficiency: float) -> None:
-    """The constants are fitted on whole runs, which sustain less than single products do: slower, by up to two fifths."""
+    """Constants are fitted on whole runs, which sustain less than single products do: by up to two fifths."""
     measured = 2 * m * n * k / gpu.dense_bf16_flops_per_second / efficiency
     assert 0.9 < product(gpu, m, n, k) / measured < 1.4
 
