@@ -46,8 +46,8 @@ class OperatorMode(TorchDispatchMode):
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 # The operator behind `.device` of a tensor without data.
 ASKS_DEVICE = torch.ops.prim.device.default
-# What an operator raises that would have to look at a number.
-NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+_META_NEEDS_DATA = ("cannot be called on meta tensors", "data-independent implementation does not exist")
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -116,6 +116,11 @@ def without_data() -> Any:
 def active_without_data() -> Any:
     """The mode of that kind that everything runs under (a dry run), if there is one."""
     return detect_fake_mode()
+
+
+def needs_data(error: Exception) -> bool:
+    """Whether an operator raised this because it would have to look at a number that is not there."""
+    return isinstance(error, _NEEDS_DATA) or any(words in str(error) for words in _META_NEEDS_DATA)
 
 
 def device_without_data(tensor: Any) -> torch.device:

@@ -6,7 +6,7 @@ Sources: 1F1B arXiv 2006.09503; interleaved arXiv 2104.04473; ZB-H1 and ZB-V arX
 
 import numpy as np
 
-from shardwise.cost.candidates import SCHEDULES, Candidates, Counts
+from shardwise.cost.candidates import SCHEDULES, Candidates, Counts, Flags
 
 _GPIPE, _ONE_F_ONE_B, _INTERLEAVED, _INTERLEAVED_ZB, _ZBV = (SCHEDULES.index(name) for name in SCHEDULES[1:])
 
@@ -25,7 +25,7 @@ def pairs_in_flight(candidates: Candidates, place: Counts) -> Counts:
         [micros, hops + 1, earlier + 2 * hops + 1, earlier + c.pp, np.minimum(2 * c.pp, micros + place + 1)],
         1,
     )  # fmt: skip
-    return np.minimum(most, micros * np.where(c.pp > 1, per_rank, 1))
+    return np.asarray(np.minimum(most, micros * np.where(c.pp > 1, per_rank, 1)))
 
 
 def layers_at(candidates: Candidates, place: Counts, layers: int) -> Counts:
@@ -60,11 +60,11 @@ def dense_layers_at(candidates: Candidates, place: Counts, layers: int, dense: i
     return found
 
 
-def holds_first(place: Counts) -> np.ndarray:
+def holds_first(place: Counts) -> Flags:
     """Whether the rank has the embedding."""
-    return place == 0
+    return np.asarray(place == 0)
 
 
-def holds_last(candidates: Candidates, place: Counts) -> np.ndarray:
+def holds_last(candidates: Candidates, place: Counts) -> Flags:
     """Whether the rank has the head: the last one, and under zbv the first."""
-    return place == np.where(candidates.schedule == _ZBV, 0, candidates.pp - 1)
+    return np.asarray(place == np.where(candidates.schedule == _ZBV, 0, candidates.pp - 1))

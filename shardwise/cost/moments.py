@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardwise.cost import activations, in_flight
 from shardwise.cost.calibration import memory_constants
-from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, Candidates, Counts
+from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, Candidates, Counts, Flags
 from shardwise.cost.parameters import Numbers, Shards, Units, adapters
 from shardwise.cost.workload import Stack, Workload
 
@@ -35,8 +35,8 @@ class Rank:
 
     workload: Workload
     candidates: Candidates
-    first: NDArray[np.bool_]
-    last: NDArray[np.bool_]
+    first: Flags
+    last: Flags
     flying: Floats
     blocks: Floats
     stage_blocks: Floats
@@ -58,7 +58,8 @@ class Rank:
         arch, c = workload.arch, candidates
         first, last = in_flight.holds_first(place), in_flight.holds_last(c, place)
         dense = in_flight.dense_layers_at(c, place, arch.num_layers, arch.dense_layers).astype(np.float64)
-        blocks = in_flight.layers_at(c, place, arch.num_layers) + np.where(last, arch.prediction_layers, 0.0)
+        blocks = in_flight.layers_at(c, place, arch.num_layers).astype(np.float64)
+        blocks += np.where(last, arch.prediction_layers, 0)
         sparse = blocks - dense if arch.experts else np.zeros(len(c))
         dense = blocks - sparse
         units = Units.of(arch, c)
@@ -143,18 +144,18 @@ def _at_rest(rank: Rank) -> tuple[Floats, Floats]:
     return masters + sharded, stack.states * rank.trained * kept * here
 
 
-def _accumulating(rank: Rank) -> NDArray[np.bool_]:
+def _accumulating(rank: Rank) -> Flags:
     """Whether backwards went before the fullest moment, so that gradients stand there."""
     c = rank.candidates
     pairs = c.accumulation * np.where(c.pp > 1, c.stages_per_rank, 1)
-    return np.where(c.pp > 1, pairs > rank.flying, c.accumulation > 1)
+    return np.asarray(np.where(c.pp > 1, pairs > rank.flying, c.accumulation > 1))
 
 
-def _for_good(rank: Rank) -> NDArray[np.bool_]:
+def _for_good(rank: Rank) -> Flags:
     """Whether gradients have buffers that are never let go: all-reduced buckets, and those beside 16-bit weights."""
     c, stack = rank.candidates, rank.stack
     beside = stack.weights > 0 and stack.masters > 0
-    return ((c.zero == 0) & (c.data_parallel > 1)) | ((c.zero < 2) & beside)
+    return np.asarray(((c.zero == 0) & (c.data_parallel > 1)) | ((c.zero < 2) & beside))
 
 
 def _gradients_between(rank: Rank) -> Floats:
@@ -165,21 +166,21 @@ def _gradients_between(rank: Rank) -> Floats:
     return np.where(stands, kept, 0.0) * _gradients_here(rank)
 
 
-def _gradients_here(rank: Rank) -> NDArray[np.bool_]:
+def _gradients_here(rank: Rank) -> Flags:
     """Offloaded, shares of gradients go to the host at once."""
-    return (rank.candidates.offload == OFFLOAD.index("none")) | (rank.candidates.zero < 2)
+    return np.asarray((rank.candidates.offload == OFFLOAD.index("none")) | (rank.candidates.zero < 2))
 
 
-def _gathers(rank: Rank) -> NDArray[np.bool_]:
+def _gathers(rank: Rank) -> Flags:
     """Whether a sharded module gathers its parameters: always under zero 3; below it, where nothing whole stays."""
     zero = rank.candidates.zero
-    return (zero == 3) | ((zero > 0) & (rank.stack.weights == 0))
+    return np.asarray((zero == 3) | ((zero > 0) & (rank.stack.weights == 0)))
 
 
-def _copies(rank: Rank) -> NDArray[np.bool_]:
+def _copies(rank: Rank) -> Flags:
     """Whether masters that are whole are cast for use, each micro-batch anew."""
     stack = rank.stack
-    return (rank.candidates.zero == 0) & (stack.weights == 0) & (stack.gathered < stack.masters)
+    return np.asarray((rank.candidates.zero == 0) & (stack.weights == 0) & (stack.gathered < stack.masters))
 
 
 def _root(rank: Rank) -> Numbers:

@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cost.candidates import Candidates
+from shardwise.cost.candidates import Candidates, Flags
 from shardwise.cost.workload import Workload
 from shardwise.inputs.arch import Arch
 
@@ -31,7 +31,7 @@ class Numbers:
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(self.dense + other.dense, self.expert + other.expert)
 
-    def times(self, count: Floats | float) -> "Numbers":
+    def times(self, count: Floats | Flags | float) -> "Numbers":
         return Numbers(np.asarray(self.dense * count), np.asarray(self.expert * count))
 
 

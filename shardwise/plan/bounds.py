@@ -55,19 +55,22 @@ def states_floor(workload: Workload, table: Table) -> Reals:
 
 
 def least_states(workload: Workload, table: Table) -> Reals:
-    """The same of any rank, the emptiest too: of its fewest blocks; of blocks with experts, the attention alone."""
+    """Of any rank, the emptiest too, beside its samples: of its fewest blocks, or of their attention with experts.
+
+    Gradients are left out: they are not there yet where most samples are.
+    """
     arch = workload.arch
     block = arch.attention_parameters() + (arch.ffn_parameters() if arch.experts is None else 0)
     blocks = arch.num_layers // (table["pp"] * table["stages_per_rank"]) * table["stages_per_rank"]
     held = blocks * block / table["tp"]
-    return _states(workload, table, held, held / (table["dp_shard"] * table["cp"]))
+    return _states(workload, table, held, held / (table["dp_shard"] * table["cp"]), gradients=False)
 
 
-def _states(workload: Workload, table: Table, whole: Reals, sharded: Reals) -> Reals:
+def _states(workload: Workload, table: Table, whole: Reals, sharded: Reals, gradients: bool = True) -> Reals:
     """Bytes of so many parameters, whole and as what is left of them where they are sharded."""
     stack, trainable = workload.stack, workload.trainable
     share = {"full": 1.0, "frozen": trainable.share, "lora": 0.0}[trainable.kind]
-    bytes_each = share * (stack.weights + stack.masters + stack.gradients + stack.states)
+    bytes_each = share * (stack.weights + stack.masters + stack.states + (stack.gradients if gradients else 0))
     bytes_each += (1 - share) * trainable.base_bytes
     # Some engines shard less under zero 1 and 2; none shards more.
     held = bytes_each * np.where(table["zero"] >= 1, sharded, whole)

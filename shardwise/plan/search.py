@@ -165,7 +165,7 @@ def _look_into(subject: Subject, model: CostModel, cores: Table, floors: _DataFl
     table["may_run"] = engine.may_run(table) & (table["may_run"] != 0)
     for piece in _chunks(_open(table, found)):
         piece = _open(piece, found)
-        piece["samples"] = bounds.samples_floor(_first_rank(subject, model, bounds.least_split(piece)))
+        piece["samples"] = bounds.samples_floor(_memory(subject, model, bounds.least_split(piece)))
         piece = space.rows(piece, piece["samples"] <= subject.limit)
         whole_copies = {**piece, "dp_replicate": piece["data_parallel"]}
         piece["own"] = bounds.without_split(_step(subject, model, whole_copies))

@@ -59,7 +59,8 @@ class Guards:
     """Compares the ranks of a module that is split already; look again every `every_steps` steps, 0 is never.
 
     `aliases`: names that this rank holds of a weight whose first name lies on another rank, as under a pipeline.
-    `ties`: those that must hold, where they were looked at earlier. Collective: one gather of 16 characters a parameter, once.
+    `ties`: those that must hold, where they were looked at earlier. Collective: one gather of 16 characters a
+    parameter, once.
     """
 
     def __init__(

@@ -13,10 +13,17 @@ from shardwise.errors import ShardwiseError
 from shardwise.names import canonical
 from shardwise.plan.check import Violation
 from shardwise.plan.mesh import AXES, Coord
-from shardwise.torch_private import NEEDS_DATA
+from shardwise.torch_private import needs_data
 
 _OURS, _TORCHS = (str(Path(file).parent) for file in (Path(__file__).parent, torch.__file__))
-_SAYS_SHAPES = ("shapes cannot be multiplied", "must match", "size mismatch", "shape", "dimension")
+_SAYS_SHAPES = (
+    "shapes cannot be multiplied",
+    "same reduction dim",
+    "must match",
+    "size mismatch",
+    "shape",
+    "dimension",
+)
 _CORRECT_IT = "correct it where it was raised: the run would end with the same error"
 
 
@@ -63,7 +70,7 @@ def violation(error: Exception, who: str, doing: Doing) -> Violation:
 
 
 def _fix(error: Exception, message: str) -> str:
-    if isinstance(error, NEEDS_DATA):
+    if needs_data(error):
         return (
             "a dry run has shapes and no numbers: let shapes and branches depend on shapes alone, "
             "or see what shardwise verify --half parity says, which has numbers"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from shardwise.inputs.recipe import PlanRequest
 from shardwise.plan import combinations
 from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
@@ -49,7 +50,7 @@ def smaller(plan: Plan, live: LiveBytes, limit: int) -> tuple[str, Overrides | N
     if of_the_batch > fixed or (fixed <= limit and not _can_shard(plan)):
         return _smaller_batch(plan, of_the_batch, limit - fixed)
     if _can_shard(plan):
-        return 'train.plan.zero = 3 and dp_shard = "auto"', dict(_SHARDED)
+        return 'train.plan.zero = 3 and dp_shard = "auto"', {**_degrees(plan), **_SHARDED}
     if decision.zero == 3:
         return "more devices, or a smaller model", None
     return "a larger train.plan.tp or pp, more devices, or a smaller model", None
@@ -64,8 +65,18 @@ def _smaller_batch(plan: Plan, kept: int, room: int) -> tuple[str, Overrides | N
         return f"batch.micro_batch = {fitting}", {"batch.micro_batch": fitting}
     option = _more_recompute(plan)
     if option is not None:
-        return f'train.plan.recompute = "{option}"', {"train.plan.recompute": option}
+        return f'train.plan.recompute = "{option}"', {**_degrees(plan), "train.plan.recompute": option}
     return "a larger train.plan.tp, or a shorter data.sequence_length", None
+
+
+def _degrees(plan: Plan) -> Overrides:
+    """The decided degrees as overrides where the recipe left them open: a key under train.plan ends its "auto"."""
+    decision = plan.decision
+    if isinstance(plan.recipe.train.plan, PlanRequest):
+        return {}
+    axes = {f"train.plan.{axis}": getattr(decision.mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "tp")}
+    pipeline = {"train.plan.schedule": decision.schedule, "train.plan.stages_per_rank": decision.stages_per_rank}
+    return {**axes, "train.plan.zero": decision.zero, **(pipeline if decision.mesh.pp > 1 else {})}
 
 
 def _more_recompute(plan: Plan) -> str | None:

@@ -1,0 +1,84 @@
+"""The dry run of llama-3-70b on 512 ranks, against its limits: 90 s and 4 GB on this machine.
+
+Each split runs in a process of its own, from its start (torch is imported too) to its verdict. CPU seconds stand beside
+the wall's, which on a shared machine say as much of the others. Run: python -m benchmarks.verify [--split NAME]
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+from shardwise.inputs import recipe as recipes
+from shardwise.inputs.arch import PRESETS
+from shardwise.inputs.hardware import parse_cluster
+from shardwise.plan import rule_of_thumb
+from shardwise.plan.plan import Plan
+
+MODEL, CLUSTER = "llama-3-70b", "64x8xH100-SXM5-80GB"
+LIMIT_SECONDS, LIMIT_BYTES = 90.0, 4 * 10**9
+SPLITS: dict[str, dict[str, object]] = {
+    "zero 3 over 512": {"zero": 3, "dp_shard": 512, "recompute": "full"},
+    "pp 4 x dp_shard 16 x tp 8, zero 1, 1f1b": {"pp": 4, "dp_shard": 16, "tp": 8, "zero": 1, "schedule": "1f1b"},
+    "HSDP, 8 copies of 64 shards": {"zero": 3, "dp_replicate": 8, "dp_shard": 64, "recompute": "full"},
+}
+
+
+def plan_of(split: str) -> Plan:
+    """Sequences of 4,096 tokens, 1,024 a step; what the split leaves open is the rule of thumb's."""
+    keys = {
+        "model": {"preset": MODEL},
+        "data": {"given": recipes.SHAPE_ALONE, "sequence_length": 4096},
+        "batch": {"global_batch": 1024},
+        "train": {"steps": 1, "plan": SPLITS[split]},
+        "run": "runs/verify",
+    }
+    return rule_of_thumb.plan(recipes.from_keys(keys, "benchmark"), PRESETS[MODEL], parse_cluster(CLUSTER))
+
+
+def measured(split: str) -> dict[str, object]:
+    """In the process that runs it: what the dry run found, CPU seconds and the most bytes that this process held."""
+    from shardwise.verify.dry_run import dry_run
+
+    plan = plan_of(split)
+    found = dry_run(plan)
+    fullest = found.fullest
+    return {
+        "ranks": len(found.ranks),
+        "world": found.world,
+        "micro_batches": f"{plan.decision.accumulation} of {plan.decision.micro_batch}",
+        "peak_bytes": fullest.peak.live.total if fullest is not None else 0,
+        "failed": [*(one.what for one in found.violations), *map(str, found.mismatches)],
+        "cpu_seconds": time.process_time(),
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--split", choices=SPLITS, help="this one alone, in this process, as JSON")
+    asked = parser.parse_args().split
+    if asked:
+        print(json.dumps(measured(asked)))
+        return
+    for split in SPLITS:
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "benchmarks.verify", "--split", split]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        wall, said = time.perf_counter() - started, json.loads(done.stdout.splitlines()[-1])
+        if said["failed"]:
+            raise SystemExit(f"{split}: {said['failed']}")
+        print(
+            f"{split}: {said['ranks']} distinct of {said['world']} ranks, {said['micro_batches']} samples each, "
+            f"{said['peak_bytes'] / 10**9:.1f} GB live at the peak\n"
+            f"  {wall:.1f} s ({said['cpu_seconds']:.1f} s of CPU), {wall / LIMIT_SECONDS:.2f} of the limit of "
+            f"{LIMIT_SECONDS:g} s; {said['resident_bytes'] / 10**9:.2f} GB resident, "
+            f"{said['resident_bytes'] / LIMIT_BYTES:.2f} of the limit of {LIMIT_BYTES / 10**9:g} GB",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
