@@ -16,15 +16,13 @@ from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import Recipe
 from shardwise.plan import choice, evaluate, rule_of_thumb, search
-from shardwise.plan.choice import Choice
+from shardwise.plan.choice import ALIKE, Choice
 from shardwise.plan.plan import Decision, Plan
 from shardwise.plan.questions import Question
 from shardwise.plan.search import CostModel, Found
 from shardwise.plan.subject import Subject
 from shardwise.units import format_bytes, format_seconds
 
-# Seconds of a step that differ by less are the same.
-ALIKE = 0.02
 # Plans that the engine's own choice is made among.
 LOOKED_AT = 8
 

@@ -14,6 +14,9 @@ from shardwise.plan.plan import Decision
 from shardwise.plan.space import DEFAULT_BUCKET, Table
 from shardwise.units import MIB
 
+# Seconds of a step that differ by a smaller share are the same: no prediction tells them apart.
+ALIKE = 0.02
+
 COMPILE = ("off", "blocks")
 COLUMNS = tuple(field.name for field in fields(Candidates))
 

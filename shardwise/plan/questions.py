@@ -13,7 +13,7 @@ from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster, of_groups
 from shardwise.inputs.recipe import Recipe
 from shardwise.plan import choice, evaluate
-from shardwise.plan.choice import Choice
+from shardwise.plan.choice import ALIKE, Choice
 from shardwise.plan.machines import with_nodes
 from shardwise.plan.search import CostModel, search
 from shardwise.plan.space import Table
@@ -166,7 +166,11 @@ def _largest(question: Question, model: CostModel, grown: Callable[[Question, in
 
 
 def what_ifs(subject: Subject, model: CostModel, told: Sequence[Choice], chosen: Choice) -> tuple[WhatIf, ...]:
-    """What changes with the user's own choices, over the plans told: the best of them then, beside the chosen one."""
+    """What changes with the user's own choices: the chosen plan, or another of those told where that is faster then.
+
+    Another one is held against the fastest of today's: that it was faster already is no gain of the choice.
+    """
+    fastest = min(one.estimate.step_seconds for one in (chosen, *told))
     splits = subject.task.fixed.get("sequence_parallel", 1) == 1
     table = choice.table([choice.row(one.decision, splits) for one in (chosen, *told)])
     found = []
@@ -174,14 +178,16 @@ def what_ifs(subject: Subject, model: CostModel, told: Sequence[Choice], chosen:
         estimates = evaluate.estimate(other, model, table)
         fitting = [one for one in estimates if one.memory_bytes_interval[1] <= other.limit]
         best = min(fitting or estimates, key=lambda one: one.step_seconds)
+        stays = estimates[0] in (fitting or estimates) and estimates[0].step_seconds <= (1 + ALIKE) * best.step_seconds
+        best = estimates[0] if stays else best
         found.append(
             WhatIf(
                 what=what,
                 step_seconds=best.step_seconds,
-                speedup=chosen.estimate.step_seconds / best.step_seconds,
+                speedup=(chosen.estimate.step_seconds if stays else fastest) / best.step_seconds,
                 memory_bytes=best.memory_bytes,
                 fits=bool(fitting),
-                same_plan=best is estimates[0],
+                same_plan=stays,
             )
         )
     return tuple(found)

@@ -14,7 +14,7 @@ from shardwise.plan.estimate import Estimate, Interval
 from shardwise.plan.plan import Decision, Plan
 from shardwise.plan.questions import WhatIf
 from shardwise.plan.shortfall import Shortfall
-from shardwise.units import GIB, format_bytes, format_count, format_seconds
+from shardwise.units import format_bytes, format_count, format_seconds
 
 HEAD = ("", "plan", "micro-batch", "recompute", "step", "80 %", "tokens/s a GPU", "MFU", "memory", "80 %")
 Said = Callable[[float], str]
@@ -118,12 +118,15 @@ def cells(number: int, one: Choice, chosen: bool) -> list[str]:
         format_count(estimate.tokens_per_second_per_gpu),
         "—" if estimate.mfu is None else share(estimate.mfu, 1),
         format_bytes(estimate.memory_bytes),
-        _between(estimate.memory_bytes_interval, lambda count: f"{count / GIB:.1f}"),
+        _between(estimate.memory_bytes_interval, format_bytes),
     ]
 
 
 def _between(ends: Interval, said: Said) -> str:
-    return f"{said(ends[0])} - {said(ends[1])}"
+    """Both ends, their unit once where it is the same: 37 - 51 s."""
+    low, high = (said(end).split() for end in ends)
+    alike = len(low) == len(high) == 2 and low[1] == high[1]
+    return f"{low[0] if alike else ' '.join(low)} - {' '.join(high)}"
 
 
 def name(decided: Decision) -> str:

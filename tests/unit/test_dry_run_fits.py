@@ -1,5 +1,6 @@
 """What a dry run says to change where bytes do not fit: each fix is applied, and the peak falls below the limit."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -47,18 +48,22 @@ def told(plan: Plan, limit: int) -> Violation:
 
 
 WIDE: Keys = {"vocab_size": 256, "hidden_size": 64, "ffn_size": 256}
-LONG: Keys = {"num_layers": 6, "max_sequence_length": 64}
+LONG: Keys = {"num_layers": 4, "max_sequence_length": 64}
 # What is asked for, ranks, the model, and what must be changed.
 APPLIED: dict[str, tuple[Keys, int, Keys, str]] = {
     "a whole batch at once": (keys({"dp_replicate": 2}), 2, {}, "batch.micro_batch"),
     "a whole batch at once in a pipeline": (
         keys({"pp": 2, "schedule": "1f1b"}, micro_batch=8, batch=32), 2, {}, "batch.micro_batch"
     ),
-    "micro-batches of one sample": (keys({"dp_shard": 2, "zero": 3}, micro_batch=1, length=64), 2, LONG, "recompute"),
-    "micro-batches of one sample in a pipeline": (
-        keys({"pp": 2, "schedule": "1f1b"}, micro_batch=1, length=64), 2, LONG, "recompute"
+    "micro-batches of one sample": (
+        keys({"dp_shard": 2, "zero": 3}, micro_batch=1, batch=4, length=64), 2, LONG, "recompute"
     ),
-    "micro-batches of one sample, all left open": (keys("auto", micro_batch=1, length=64), 2, LONG, "recompute"),
+    "micro-batches of one sample in a pipeline": (
+        keys({"pp": 2, "schedule": "1f1b"}, micro_batch=1, batch=4, length=64), 2, LONG, "recompute"
+    ),
+    "micro-batches of one sample, all left open": (
+        keys("auto", micro_batch=1, batch=4, length=64), 2, LONG, "recompute"
+    ),
     "copies": (keys({"dp_replicate": 4}, micro_batch=1), 4, WIDE, "train.plan.zero"),
     "states in shards alone": (keys({"dp_shard": 4, "zero": 1}, micro_batch=1), 4, WIDE, "train.plan.zero"),
     "copies along tensor parallel": (keys({"dp_replicate": 4, "tp": 2}, micro_batch=1), 8, WIDE, "train.plan.zero"),
@@ -69,7 +74,15 @@ APPLIED: dict[str, tuple[Keys, int, Keys, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", APPLIED)
+def cases(names: Iterable[str]) -> list[Any]:
+    """The same fixes along other axes take as long again, and are the night's."""
+    axes = ("pipeline", "along tensor", "for parameters")
+    return [
+        pytest.param(name, marks=pytest.mark.nightly) if any(axis in name for axis in axes) else name for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", cases(APPLIED))
 def test_a_fix_is_applied_and_what_did_not_fit_by_a_byte_fits(name: str) -> None:
     asked, world, shape, key = APPLIED[name]
     plan = planned(asked, world, **shape)
@@ -86,8 +99,8 @@ def test_a_fix_is_applied_and_what_did_not_fit_by_a_byte_fits(name: str) -> None
 
 def test_a_fix_leaves_what_was_decided_and_it_does_not_name() -> None:
     """An open plan that became tensor parallel over pipelines stays so when one of its keys is set."""
-    asked = keys("auto", micro_batch=1, length=64)
-    decided = planned(keys({"pp": 2, "tp": 2, "schedule": "1f1b"}, micro_batch=1, length=64), 4, **LONG)
+    asked = keys("auto", micro_batch=1, batch=4, length=64)
+    decided = planned(keys({"pp": 2, "tp": 2, "schedule": "1f1b"}, micro_batch=1, batch=4, length=64), 4, **LONG)
     opened = msgspec.structs.replace(decided, recipe=recipes.from_keys(asked, "test"))
     violation = told(opened, peak(dry_run(opened)) - 1)
     assert violation.apply is not None
@@ -99,11 +112,11 @@ def test_a_fix_leaves_what_was_decided_and_it_does_not_name() -> None:
 # Where the choice is the user's, each of the words is tried by hand.
 BY_HAND: dict[str, tuple[Keys, int, Keys, str, dict[str, str | int], int]] = {
     "a shorter sequence": (
-        keys({"dp_shard": 2, "zero": 3, "recompute": "full"}, micro_batch=1, length=64), 2, LONG,
+        keys({"dp_shard": 2, "zero": 3, "recompute": "full"}, micro_batch=1, batch=4, length=64), 2, LONG,
         "a shorter data.sequence_length", {"data.sequence_length": 32}, 2,
     ),
     "tensor parallel for activations": (
-        keys({"dp_shard": 2, "zero": 3, "recompute": "full"}, micro_batch=1, length=64), 2, LONG,
+        keys({"dp_shard": 2, "zero": 3, "recompute": "full"}, micro_batch=1, batch=4, length=64), 2, LONG,
         "a larger train.plan.tp", {"train.plan.tp": 2}, 4,
     ),
     "more devices": (keys({"zero": 3}, micro_batch=1), 2, WIDE, "more devices", {}, 4),
@@ -114,7 +127,7 @@ BY_HAND: dict[str, tuple[Keys, int, Keys, str, dict[str, str | int], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", cases(BY_HAND))
 def test_what_only_the_user_can_choose_lowers_the_peak_too(name: str) -> None:
     asked, world, shape, words, choice, devices = BY_HAND[name]
     plan = planned(asked, world, **shape)

@@ -97,6 +97,16 @@ def test_slower_links_are_never_faster_and_each_what_if_is_of_the_plans_told() -
             assert one.speedup <= 1 + 1e-12
 
 
+def test_that_another_plan_is_faster_already_is_no_gain_of_a_choice() -> None:
+    """Beside a chosen plan that is not the fastest, slower links still make nothing faster."""
+    done = automatic.searched(question("4xp5.48xlarge", "llama-3-70b"), ROOFLINE)
+    slowest = max(done.running, key=lambda one: one.estimate.step_seconds)
+    assert slowest.estimate.step_seconds > done.running[0].estimate.step_seconds
+    for one in questions.what_ifs(done.subject, ROOFLINE, done.running, slowest):
+        if "half as fast" in one.what:
+            assert one.speedup <= 1 + 1e-12
+
+
 def test_groups_that_differ_count_as_their_weakest_and_every_rank_fits_the_smallest() -> None:
     asked = question("1x8xA100-SXM4-80GB+1x8xL4")
     subject = asked.subject()
