@@ -187,17 +187,16 @@ class Recipe(Value, frozen=True):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A TOML file's Recipe, with `overrides` ("optimizer.lr=1e-4") on top; `run` defaults to runs/<stem>.
+    """A TOML file's Recipe, with `overrides` ("optimizer.lr=1e-4") on top.
 
     Raises: RecipeError that names the file, the full key and the nearest known one.
     """
     path = Path(path)
-    recipe = from_keys(with_overrides(_read_toml(path), overrides), where=str(path))
-    return recipe if recipe.run else msgspec.structs.replace(recipe, run=f"runs/{path.stem}")
+    return from_keys(with_overrides(_read_toml(path), overrides), where=str(path))
 
 
 def from_keys(keys: Mapping[str, object], where: str = "recipe") -> Recipe:
-    """The Recipe that nested keys describe; strict, and complete.
+    """The Recipe that nested keys describe; strict, and complete. `run` defaults to runs/<stem of where>.
 
     Raises: RecipeError.
     """
@@ -207,7 +206,8 @@ def from_keys(keys: Mapping[str, object], where: str = "recipe") -> Recipe:
     except msgspec.ValidationError as error:
         raise _invalid(error, where) from None
     require_complete(recipe, where)
-    return recipe
+    # An empty folder's name is the working directory, which is nobody's run.
+    return recipe if recipe.run else msgspec.structs.replace(recipe, run=f"runs/{Path(where).stem}")
 
 
 def require_complete(recipe: Recipe, where: str = "recipe") -> None:

@@ -1,5 +1,6 @@
 """Recipes: strict, complete, and compared key by key."""
 
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -85,8 +86,10 @@ def test_how_a_model_is_split_is_planned_unless_said(minimal: Path) -> None:
     assert (PlanRequest().schedule, PlanRequest().stages_per_rank) == ("auto", "auto")
 
 
-def test_the_run_defaults_to_the_name_of_the_file(minimal: Path) -> None:
+def test_the_run_defaults_to_a_name_of_its_own_and_never_to_the_working_directory(minimal: Path) -> None:
     assert load(minimal).run == "runs/mine"
+    assert load(minimal, ["run="]).run == "runs/mine"
+    assert from_keys(tomllib.loads(minimal.read_text("utf-8"))).run == "runs/recipe"
 
 
 @pytest.mark.parametrize(
