@@ -136,9 +136,27 @@ def verify(
     reported(lambda: verb.verify(verb.Asked(target, tuple(overrides or ()), half, compiled, as_json)), as_json)
 
 
-@app.command(epilog="Example: shardwise doctor --json")
-def doctor(as_json: AsJson = False) -> None:
-    """What is here, what works, and what is missing."""
+@app.command(epilog="Example: shardwise doctor --measure -o cluster.toml")
+def doctor(
+    as_json: AsJson = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Measure this machine's speed and write a cluster file, in about a minute."),
+    ] = False,
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="FILE", help="The cluster file of --measure (cluster.toml).")
+    ] = "",
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=1.0, max=100.0, help="About how long --measure measures.")
+    ] = 60.0,
+) -> None:
+    """What is here, what works, and what is missing; with --measure, how fast it is."""
+    if measure:
+        from shardwise.cli import measure as probe
+
+        reported(lambda: probe.measure(probe.Asked(output, as_json, seconds)), as_json)
+    if output:
+        raise typer.BadParameter("-o is the file of --measure: shardwise doctor --measure -o cluster.toml")
     from shardwise.cli import doctor as verb
 
     reported(lambda: verb.doctor(as_json), as_json)

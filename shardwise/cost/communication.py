@@ -16,10 +16,29 @@ from shardwise.inputs.hardware import Cluster
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
+# Rounds of a ring's share of the buffer.
+_ROUNDS = {"all_reduce": 2.0}
 # Gloo through shared memory and loopback, a core's share. Source: recalled.
 _SHARED_MEMORY_BANDWIDTH = 1e9
 # A network that nobody named: no faster than this a device. Source: 400 Gbit/s InfiniBand, planners.md section 4.
 _USUAL_NETWORK = 50e9
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A kind of collective as measured within a node, by the size of the group, growing: its start in seconds, and its
+    seconds a byte of a ring's share."""
+
+    kind: str
+    ranks: tuple[float, ...]
+    start: tuple[float, ...]
+    pace: tuple[float, ...]
+
+    def of(self, size: Floats) -> tuple[Floats, Floats]:
+        """(start, pace) of groups of these sizes, between those measured in the logarithm and as the nearest beyond."""
+        doublings = np.log2(np.maximum(size, 1.0))
+        start, pace = (np.interp(doublings, np.log2(self.ranks), column) for column in (self.start, self.pace))
+        return np.asarray(start), np.asarray(pace)
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,7 @@ class Fabric:
     per_node: Floats
     start: Floats
     link_measured: Floats
+    probed: tuple[Probed, ...] = ()
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
@@ -49,6 +69,7 @@ class Fabric:
             per_node=numbers(node.link_domain or node.devices),
             start=numbers(start),
             link_measured=numbers(link > 0),
+            probed=_probed(cluster),
         )
 
     def sustained(self, known: TimeConstants) -> Self:
@@ -57,6 +78,23 @@ class Fabric:
         network = np.where(self.network > 0, self.network, usual)
         link = self.link * np.where(self.link_measured > 0, 1.0, known.link_share)
         return replace(self, link=link, network=network * known.network_share)
+
+
+def _probed(cluster: Cluster) -> tuple[Probed, ...]:
+    """What was measured in one node, a kind each."""
+    rows = [one for one in cluster.measured.collectives if one.nodes == 1] if cluster.measured else []
+    found = []
+    for kind in dict.fromkeys(one.kind for one in rows):
+        by_size = sorted((one for one in rows if one.kind == kind), key=lambda one: one.ranks)
+        paces = (1 / (_share(kind, one.ranks) * one.bytes_per_second) for one in by_size)
+        sizes, starts = (float(one.ranks) for one in by_size), (one.latency_seconds for one in by_size)
+        found.append(Probed(kind, tuple(sizes), tuple(starts), tuple(paces)))
+    return tuple(found)
+
+
+def _share(kind: str, ranks: int) -> float:
+    """Of the buffer that a ring passes on; a message is passed on whole."""
+    return 1.0 if kind == "send" else _ROUNDS.get(kind, 1.0) * (1 - 1 / ranks)
 
 
 def _measured(cluster: Cluster) -> tuple[float, float]:
@@ -102,12 +140,23 @@ def collective(
     """The same over a group that is known; `times` of them, `moved` in all."""
     if kind == "send":
         return np.asarray(_send(moved, group, fabric, known, times))
-    rounds = 2.0 if kind == "all_reduce" else 1.0
+    rounds = _ROUNDS.get(kind, 1.0)
     share = (group.size - 1) / np.maximum(group.size, 1.0)
     exchanged = kind == "all_to_all"
     slowest = _all_to_all_pace(group, fabric, known) if exchanged else _ring_pace(group, fabric, known)
     start = latency(group, fabric, known, tree=kind == "all_reduce")
+    start, slowest = _as_measured(kind, group, fabric, start, slowest)
     return np.where(group.size > 1, times * start + rounds * share * moved * slowest, 0.0)
+
+
+def _as_measured(kind: Kind, group: Group, fabric: Fabric, start: Floats, pace: Floats) -> tuple[Floats, Floats]:
+    """Start and pace of this kind as measured, where the group stays on a node; else as they were."""
+    for one in fabric.probed:
+        if one.kind == kind:
+            found = one.of(group.size)
+            near = group.nodes == 1
+            return np.where(near, found[0], start), np.where(near, found[1], pace)
+    return start, pace
 
 
 def latency(group: Group, fabric: Fabric, known: TimeConstants, *, tree: bool) -> Floats:
@@ -158,4 +207,5 @@ def _send(moved: Floats, group: Group, fabric: Fabric, known: TimeConstants, tim
     near = 1 / fabric.link
     far = 1 / fabric.network
     pace = np.where(group.local >= group.size, near, far)
-    return np.where(group.size > 1, times * known.collective_seconds + moved * pace, 0.0)
+    start, pace = _as_measured("send", group, fabric, np.asarray(known.collective_seconds), pace)
+    return np.where(group.size > 1, times * start + moved * pace, 0.0)

@@ -3,16 +3,19 @@
 Everything broadcasts: a device, a shape or a plan may be one row or many. Arrays are float64.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cost.calibration import TimeConstants, time_constants
+from shardwise.cost.probed import ProductLaw
 from shardwise.cost.workload import Compute
 from shardwise.errors import RecipeError
-from shardwise.inputs.hardware import Gpu
+from shardwise.inputs.hardware import Gpu, Matmul, Measured
 
 Floats = NDArray[np.float64]
 
@@ -35,7 +38,10 @@ class Rates:
     linear: peak of projections in the compute precision; half: of what stays in 16 bits under fp8. flops_per_joule: of
     16-bit products at the peak, 0 where the watts are not known. best: the fastest product measured, as a share of the
     16-bit peak, else 1. low_precision: 1 under fp8. hopper: 1 where FlashAttention-2 leaves the tensor cores' new
-    instructions unused.
+    instructions unused. serial: 1 for a CPU core, where nothing runs beside a product, which has no tiles either;
+    flop and number: seconds of one in the law through measured products, 0 where there is none. slowdown: what
+    measured products of a GPU take, as times the model's. host: of a core that starts operators, less than 1 where
+    ranks share it.
     """
 
     linear: Floats
@@ -47,9 +53,14 @@ class Rates:
     low_precision: Floats
     element_bytes: Floats
     hopper: Floats
+    serial: Floats
+    flop: Floats
+    number: Floats
+    slowdown: Floats
+    host: Floats
 
     @classmethod
-    def of(cls, gpu: Gpu, precision: Compute) -> Self:
+    def of(cls, gpu: Gpu, precision: Compute, measured: Measured | None = None) -> Self:
         """Of one device, as published or probed. Raises: RecipeError where a peak or the bandwidth is not known."""
         low = precision == "fp8" and gpu.kind == "gpu"
         half_precision: Compute = "bf16" if low else precision
@@ -60,7 +71,9 @@ class Rates:
         watts = gpu.power_watts or 0.0
         sixteen = half_precision in ("bf16", "fp16") and gpu.kind == "gpu"
         best = gpu.measured_bf16_flops_per_second if sixteen else gpu.measured_fp32_flops_per_second
-        return cls(
+        products = [one for one in measured.matmuls if one.precision == half_precision] if measured else []
+        law = ProductLaw.through(products) if gpu.kind == "cpu" else None
+        found = cls(
             linear=numbers(_peak(gpu, precision)) if low else numbers(half),
             half=numbers(half),
             memory=numbers(bandwidth),
@@ -70,7 +83,29 @@ class Rates:
             low_precision=numbers(low),
             element_bytes=numbers({"fp64": 8, "fp32": 4}.get(precision, 2)),
             hopper=numbers(gpu.name.startswith(("H100", "H200", "H800", "H20", "GH200"))),
+            serial=numbers(gpu.kind == "cpu"),
+            flop=numbers(law.flop if law else 0.0),
+            number=numbers(law.number if law else 0.0),
+            slowdown=numbers(1.0),
+            host=numbers(1.0),
         )
+        return found.corrected(products) if products and gpu.kind == "gpu" else found
+
+    def corrected(self, products: Sequence[Matmul]) -> Self:
+        """With the mean of measured over modelled seconds of these 16-bit or fp32 products, in the logarithm."""
+        m, n, k, speed = (
+            np.array([float(getattr(one, name)) for one in products]) for name in ("m", "n", "k", "flops_per_second")
+        )
+        known = msgspec.structs.replace(time_constants(), matmul_share=1.0)
+        modelled = matmul(Pace.of(self, known), m, n, k, known, half=True)
+        return replace(self, slowdown=numbers(np.exp(np.mean(np.log(2 * m * n * k / speed / modelled)))))
+
+    def on(self, products: Floats, memory: Floats, host: Floats) -> Self:
+        """Of a rank that is so many times as fast as one on a core of its own."""
+        return replace(
+            self, linear=self.linear * products, half=self.half * products, memory=self.memory * memory,
+            flop=self.flop / products, number=self.number / products, host=self.host * host,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,6 +125,9 @@ class Pace:
     element_bytes: Floats
     low_precision: Floats
     hopper: Floats
+    serial: Floats
+    flop: Floats
+    number: Floats
 
     @classmethod
     def of(cls, rates: Rates, known: TimeConstants) -> Self:
@@ -103,16 +141,19 @@ class Pace:
         power = np.minimum(powered, issue) * known.matmul_share
         low = np.where(rates.low_precision > 0, known.low_precision_share, 1.0)
         return cls(
-            linear_issue=1 / (rates.linear * issue),
-            linear_power=1 / (rates.linear * power * low),
-            half_issue=1 / (rates.half * issue),
-            half_power=1 / (rates.half * power),
+            linear_issue=rates.slowdown / (rates.linear * issue),
+            linear_power=rates.slowdown / (rates.linear * power * low),
+            half_issue=rates.slowdown / (rates.half * issue),
+            half_power=rates.slowdown / (rates.half * power),
             attention=1 / rates.half,
             byte=1 / (rates.memory * known.memory_share),
             multiprocessors=rates.multiprocessors,
             element_bytes=rates.element_bytes,
             low_precision=rates.low_precision,
             hopper=rates.hopper,
+            serial=rates.serial,
+            flop=rates.flop,
+            number=rates.number,
         )
 
 
@@ -161,7 +202,8 @@ def grouped_matmul(
     """Seconds of `groups` products of [m, k] by [k, n] in one launch.
 
     The slowest of: tiles of the output in waves over the multiprocessors with a ramp in k (a wave that is not full
-    costs up to a whole one), the power that the FLOPs need, and reading and writing the operands. 0 where n is 0.
+    costs up to a whole one), the power that the FLOPs need, and reading and writing the operands. On a CPU core, by the
+    law through measured products where there is one (cost/probed.py). 0 where n is 0.
     """
     issue, power = (pace.half_issue, pace.half_power) if half else (pace.linear_issue, pace.linear_power)
     units = pace.multiprocessors
@@ -171,9 +213,11 @@ def grouped_matmul(
         whole = known.wave_sharpness * np.ceil(waves) + (1 - known.wave_sharpness) * waves
         best = np.minimum(best, whole * (2 * tile_m * tile_n / speed))
     tiled = best * units * (k + known.depth_ramp) * issue
-    flops = 2 * groups * m * n * k
-    moved = known.operand_passes * pace.element_bytes * groups * (m * k + k * n + m * n) * pace.byte
+    flops, operands = 2 * groups * m * n * k, groups * (m * k + k * n + m * n)
+    moved = known.operand_passes * pace.element_bytes * operands * pace.byte
+    tiled = np.where(pace.serial > 0, flops * issue, tiled)
     slowest = np.maximum(np.maximum(tiled, flops * power), moved)
+    slowest = np.where(pace.flop > 0, flops * pace.flop + operands * pace.number, slowest)
     return np.where((n > 0) & (groups > 0), slowest + known.launch_seconds, 0.0)
 
 

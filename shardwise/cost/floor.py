@@ -9,6 +9,7 @@ from shardwise.cost.candidates import RECOMPUTE, Candidates
 from shardwise.cost.compute import Floats, Pace
 from shardwise.cost.data_time import Windows, data_seconds
 from shardwise.cost.layer_time import Device
+from shardwise.cost.probed import constants as with_measured
 from shardwise.cost.step import Inputs, Place, _held, _micro, _units
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
@@ -22,7 +23,7 @@ def data_floor(
     Fewer numbers take less time and longer arithmetic hides more: the fewest blocks of any rank are summed, beside the
     work of the most blocks with embedding and head, recomputed and not compiled.
     """
-    known = constants or time_constants()
+    known = with_measured(workload, cluster, constants or time_constants())
     with_split, without = (_windows(workload, cluster, candidates, split, known) for split in (True, False))
     windows = Windows(
         *(np.maximum(getattr(with_split, name), getattr(without, name)) for name in Windows.__annotations__)

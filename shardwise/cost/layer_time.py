@@ -152,7 +152,13 @@ def attention_half(shape: Shape, device: Device, micro: Micro) -> Passes:
 def _tensor(shape: Shape, device: Device, micro: Micro) -> Floats:
     """One reduction of a half's output; with sequence parallelism a gather and a scatter, as many bytes."""
     moved = micro.tokens * shape.hidden * device.pace.element_bytes
-    return (1 - device.known.tensor_hidden) * collective("all_reduce", moved, micro.tensor, device.fabric, device.known)
+    whole = collective("all_reduce", moved, micro.tensor, device.fabric, device.known)
+    if device.fabric.probed and np.any(micro.spread > 1):
+        # Measured, the two differ from the one: gloo's scatter is a reduction of the whole.
+        gather = collective("all_gather", moved, micro.tensor, device.fabric, device.known)
+        scatter = collective("reduce_scatter", moved, micro.tensor, device.fabric, device.known)
+        whole = np.where(micro.spread > 1, gather + scatter, whole)
+    return (1 - device.known.tensor_hidden) * whole
 
 
 def _context(shape: Shape, device: Device, micro: Micro) -> Floats:

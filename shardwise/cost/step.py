@@ -17,6 +17,8 @@ from shardwise.cost.communication import Fabric, Group, collective
 from shardwise.cost.compute import Floats, Pace, Rates, numbers
 from shardwise.cost.data_time import Held, Windows, data_seconds, offload_seconds, optimizer_seconds, waiting_seconds
 from shardwise.cost.layer_time import Device, Micro, Passes, Work, dense_layer, embedding, head, moe_layer
+from shardwise.cost.probed import constants as with_measured
+from shardwise.cost.probed import speeds
 from shardwise.cost.run_numbers import Run
 from shardwise.cost.shape import Shape
 from shardwise.cost.workload import Workload
@@ -63,9 +65,12 @@ class Inputs:
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster, plans: Candidates) -> Self:
         """Raises: RecipeError where the device's peak or bandwidth is not known."""
+        rates = Rates.of(cluster.device, workload.precision, cluster.measured)
+        if cluster.kind == "cpu" and np.any(plans.world != cluster.devices):
+            rates = rates.on(*speeds(cluster, plans.world))
         return cls(
             shape=Shape.of(workload.arch, workload.sequence_length),
-            rates=Rates.of(cluster.device, workload.precision),
+            rates=rates,
             fabric=Fabric.of(cluster),
             run=Run.of(workload, plans),
             network_known=numbers(cluster.node.network is not None),
@@ -82,7 +87,7 @@ def step(
 
     Raises: RecipeError where the device's peak or bandwidth is not known.
     """
-    known = constants or time_constants()
+    known = with_measured(workload, cluster, constants or time_constants())
     inputs = Inputs.of(workload, cluster, candidates)
     parts = {
         name: np.broadcast_to(part, len(candidates)).astype(np.float64) for name, part in seconds(inputs, known).items()
@@ -117,7 +122,9 @@ def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
     place = _slowest(shape, run, each)
     rank = each.layer.times(place.layers) + each.embedding.times(place.embedding) + each.head.times(place.head)
     work = rank.forward + rank.backward
-    host = np.maximum(0.0, work.kernels * known.kernel_seconds - work.seconds)
+    starting = work.kernels * known.kernel_seconds / inputs.rates.host
+    # A GPU works while its host starts the next kernels; a core does one after the other.
+    host = np.where(inputs.rates.serial > 0, starting, np.maximum(0.0, starting - work.seconds))
     busy = work.seconds + host
     m = run.micro_batches
     held = _held(shape, run, place)

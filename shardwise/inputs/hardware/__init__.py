@@ -2,7 +2,7 @@
 
 from shardwise.inputs.hardware.cluster import Cluster, NodeGroup, of_groups, with_measured
 from shardwise.inputs.hardware.machine import MachineFacts, core_flops_per_second, local_cluster, visible_gpus
-from shardwise.inputs.hardware.measured import Collective, Matmul, Measured
+from shardwise.inputs.hardware.measured import Attention, Collective, Matmul, Measured, Threads
 from shardwise.inputs.hardware.published import (
     Catalogue,
     CatalogueGpu,
@@ -16,6 +16,7 @@ from shardwise.inputs.hardware.spec import parse_cluster
 from shardwise.inputs.hardware.values import Frozen, Gpu, Link, Node, Precision
 
 __all__ = [
+    "Attention",
     "Catalogue",
     "CatalogueGpu",
     "CatalogueNode",
@@ -30,6 +31,7 @@ __all__ = [
     "Node",
     "NodeGroup",
     "Precision",
+    "Threads",
     "catalogue",
     "core_flops_per_second",
     "find_gpu",

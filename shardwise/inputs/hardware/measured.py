@@ -37,8 +37,30 @@ class Collective(Frozen, frozen=True):
     points: tuple[tuple[Count, Seconds], ...] = ()
 
 
+class Attention(Frozen, frozen=True):
+    """Causal attention of one device: FLOPs of the half that the mask leaves, S x S x 2 D a head; backward 2.5 x."""
+
+    sequence: Count
+    head_dim: Count
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+    forward_flops_per_second: Rate
+    backward_flops_per_second: Rate
+
+
+class Threads(Frozen, frozen=True):
+    """A rank that has several CPU cores to itself, as times the speed of a rank on one: products, and moving bytes."""
+
+    cores: Annotated[int, msgspec.Meta(gt=1)]
+    products: Rate
+    memory: Rate
+
+
 class Measured(Frozen, frozen=True):
-    """Facts of a probe. Absent: not measured. `by` says what measured them, and when."""
+    """Facts of a probe. Absent: not measured. `by` says what measured them, and when.
+
+    pointwise, loss and optimizer: bytes that these have to move at the least, as the cost model counts them, a second.
+    block_host_seconds: forward and backward of one block of a decoder too small to compute: its operators' start-up.
+    """
 
     by: str
     matmuls: tuple[Matmul, ...] = ()
@@ -47,6 +69,12 @@ class Measured(Frozen, frozen=True):
     host_to_device_bytes_per_second: Rate | None = None
     disk_read_bytes_per_second: Rate | None = None
     disk_write_bytes_per_second: Rate | None = None
+    attention: tuple[Attention, ...] = ()
+    threads: tuple[Threads, ...] = ()
+    pointwise_bytes_per_second: Rate | None = None
+    loss_bytes_per_second: Rate | None = None
+    optimizer_bytes_per_second: Rate | None = None
+    block_host_seconds: Seconds | None = None
 
     def best_matmul(self, precision: str) -> float | None:
         """FLOPs a second of the fastest product in this precision; None where none was measured."""
