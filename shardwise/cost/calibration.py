@@ -43,12 +43,14 @@ class TimeConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch_seconds: float
     attention_forward_share: float
     attention_backward_share: float
+    attention_plain_share: float
     attention_hopper_share: float
     attention_head_ramp: float
     attention_row_ramp: float
     memory_share: float
     pointwise_passes: float
     pointwise_passes_compiled: float
+    pointwise_passes_fused: float
     unaligned_slowdown: float
     score_passes: float
     logit_passes: float
@@ -59,6 +61,7 @@ class TimeConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network_share: float
     network_share_per_doubling: float
     all_to_all_share: float
+    exchange_network_share: float
     collective_seconds: float
     collective_seconds_per_hop: float
     collective_seconds_per_network_hop: float

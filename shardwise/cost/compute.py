@@ -37,7 +37,8 @@ class Rates:
 
     linear: peak of projections in the compute precision; half: of what stays in 16 bits under fp8. flops_per_joule: of
     16-bit products at the peak, 0 where the watts are not known. best: the fastest product measured, as a share of the
-    16-bit peak, else 1. low_precision: 1 under fp8. hopper: 1 where FlashAttention-2 leaves the tensor cores' new
+    16-bit peak, else 1; best_linear: the same of projections, as a share of their own peak. low_precision: 1 under
+    fp8. hopper: 1 where FlashAttention-2 leaves the tensor cores' new
     instructions unused. serial: 1 for a CPU core, where nothing runs beside a product, which has no tiles either;
     flop and number: seconds of one in the law through measured products, 0 where there is none. slowdown: what
     measured products of a GPU take, as times the model's. host: of a core that starts operators, less than 1 where
@@ -50,6 +51,7 @@ class Rates:
     multiprocessors: Floats
     flops_per_joule: Floats
     best: Floats
+    best_linear: Floats
     low_precision: Floats
     element_bytes: Floats
     hopper: Floats
@@ -70,16 +72,19 @@ class Rates:
             raise _unknown(gpu, "memory bandwidth")
         watts = gpu.power_watts or 0.0
         sixteen = half_precision in ("bf16", "fp16") and gpu.kind == "gpu"
-        best = gpu.measured_bf16_flops_per_second if sixteen else gpu.measured_fp32_flops_per_second
+        reached = gpu.measured_bf16_flops_per_second if sixteen else gpu.measured_fp32_flops_per_second
+        best = min(1.0, reached / half) if reached else 1.0
+        linear, eight = _peak(gpu, precision) if low else half, gpu.measured_fp8_flops_per_second
         products = [one for one in measured.matmuls if one.precision == half_precision] if measured else []
         law = ProductLaw.through(products) if gpu.kind == "cpu" else None
         found = cls(
-            linear=numbers(_peak(gpu, precision)) if low else numbers(half),
+            linear=numbers(linear),
             half=numbers(half),
             memory=numbers(bandwidth),
             multiprocessors=numbers(1 if gpu.kind == "cpu" else gpu.multiprocessors or _USUAL_MULTIPROCESSORS),
             flops_per_joule=numbers(half / watts if watts else 0.0),
-            best=numbers(min(1.0, best / half) if best else 1.0),
+            best=numbers(best),
+            best_linear=numbers(min(1.0, eight / linear) if low and eight else best),
             low_precision=numbers(low),
             element_bytes=numbers({"fp64": 8, "fp32": 4}.get(precision, 2)),
             hopper=numbers(gpu.name.startswith(("H100", "H200", "H800", "H20", "GH200"))),
@@ -133,16 +138,18 @@ class Pace:
     def of(cls, rates: Rates, known: TimeConstants) -> Self:
         """Tensor cores with more FLOPs a joule than their power allows throttle: a power law through measured products.
 
-        Fitted on gemm_measured.csv (A100 PCIe at 300 W, B200 at 1000 W); no more than the best product measured.
+        Fitted on gemm_measured.csv (A100 PCIe at 300 W, B200 at 1000 W); no more than the best product measured in that
+        precision: eight bits do twice the FLOPs at most, and reach a smaller share of their peak.
         """
         excess = np.maximum(rates.flops_per_joule / _EASY_FLOPS_PER_JOULE, 1e-3)
         powered = np.where(rates.flops_per_joule > 0, known.power_share * excess**-known.power_exponent, 1.0)
-        issue = np.minimum(known.issue_share, rates.best)
+        issue, linear_issue = (np.minimum(known.issue_share, best) for best in (rates.best, rates.best_linear))
         power = np.minimum(powered, issue) * known.matmul_share
         low = np.where(rates.low_precision > 0, known.low_precision_share, 1.0)
+        linear_power = np.minimum(power * low, linear_issue)
         return cls(
-            linear_issue=rates.slowdown / (rates.linear * issue),
-            linear_power=rates.slowdown / (rates.linear * power * low),
+            linear_issue=rates.slowdown / (rates.linear * linear_issue),
+            linear_power=rates.slowdown / (rates.linear * linear_power),
             half_issue=rates.slowdown / (rates.half * issue),
             half_power=rates.slowdown / (rates.half * power),
             attention=1 / rates.half,
@@ -260,8 +267,8 @@ def _fused(pace: Pace, a: Attention, known: TimeConstants) -> Floats:
     # Work comes in blocks of 128 rows of one head.
     blocks = a.rows / 128 * a.heads
     idle = 1 + known.attention_row_ramp * pace.multiprocessors / np.maximum(blocks, 1.0)
-    plain = (pace.hopper > 0) & (a.tuned == 0)
-    return flops * depth * idle * pace.attention / np.where(plain, known.attention_hopper_share, 1.0)
+    plain = known.attention_plain_share * np.where(pace.hopper > 0, known.attention_hopper_share, 1.0)
+    return flops * depth * idle * pace.attention / np.where(a.tuned > 0, 1.0, plain)
 
 
 def _scored(pace: Pace, a: Attention, known: TimeConstants, products: float) -> Floats:

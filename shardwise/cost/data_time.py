@@ -1,21 +1,29 @@
 """Seconds of summing gradients and gathering weights over data-parallel ranks, of the optimizer, of offload."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwise.cost.calibration import TimeConstants
+from shardwise.cost.candidates import RECOMPUTE
 from shardwise.cost.communication import Fabric, Group, collective
 from shardwise.cost.compute import Floats, Pace
 from shardwise.cost.run_numbers import Run
 
+FULL = RECOMPUTE.index("full")
+# Large weights of a dense block: queries, keys and values in one; out of attention; into and out of the feed-forward.
+# ZeRO-3 without prefetching gathers each by itself. Source: DeepSpeed's runtime/zero/partitioned_param_coordinator.py.
+WEIGHTS_OF_A_BLOCK = 4
+
 
 @dataclass(frozen=True)
 class Held:
-    """Trained numbers of the slowest pipeline rank before ZeRO, outside and in experts; and its layers."""
+    """Trained and frozen numbers of the slowest pipeline rank before ZeRO, outside and in experts; and its layers."""
 
     dense: Floats
     experts: Floats
+    frozen: Floats
+    frozen_experts: Floats
     layers: Floats
 
 
@@ -32,20 +40,34 @@ def data_seconds(run: Run, held: Held, windows: Windows, fabric: Fabric, known: 
     """What data parallelism adds to a step: what arithmetic does not hide, and what it slows while it is hidden.
 
     ZeRO 0 sums gradients beside the last backward; 1 scatters them there and gathers weights beside the next forward;
-    2 scatters beside every backward; 3 gathers beside every forward and backward as well.
+    2 scatters beside every backward; 3 gathers beside every forward and backward as well, frozen weights too. Where
+    nothing is fetched beside arithmetic, each product's weight is gathered as it is reached, by recompute once more.
     """
     dense = _traffic(run, held.dense, held.layers, run.shard * run.cp, run.tp, run.replicate, fabric, known)
     spread = np.maximum(1.0, run.shard * run.cp / run.ep)
     experts = _traffic(run, held.experts, held.layers, spread, run.tp * run.ep, run.replicate, fabric, known)
     reduce, gather = dense[0] + experts[0], dense[1] + experts[1]
+    fixed = _frozen_gather(run, held, spread, fabric, known)
     m = run.micro_batches
     each = np.where(run.zero >= 2, m, 1.0)
     reducing = _exposed(reduce * each, np.where(run.zero >= 2, windows.backward * m, windows.backward), run, known)
     once = _exposed(gather, windows.forward, run, known)
     # Beside every pass: two gathers and a scatter share one window; the first gather and the last scatter stand alone.
-    always = _exposed((2 * gather + reduce) * m, windows.all, run, known)
-    always = always + (gather + reduce) / np.maximum(held.layers, 1.0) * (run.overlaps > 0)
+    passes = 2 + (run.overlaps == 0) * (run.recompute == FULL)
+    always = _exposed((passes * (gather + fixed) + reduce) * m, windows.all, run, known)
+    always = always + (gather + fixed + reduce) / np.maximum(held.layers, 1.0) * (run.overlaps > 0)
     return np.select([run.zero == 0, run.zero < 3], [reducing, reducing + once], always)
+
+
+def _frozen_gather(run: Run, held: Held, spread: Floats, fabric: Fabric, known: TimeConstants) -> Floats:
+    """Seconds to gather once the weights that do not train, as wide as they are kept."""
+    kept = replace(run, gathered=np.minimum(run.gathered, run.base_bytes))
+    places = (run.shard * run.cp, run.tp), (spread, run.tp * run.ep)
+    found = [
+        _traffic(kept, numbers, held.layers, shard, stride, run.replicate, fabric, known)[1]
+        for numbers, (shard, stride) in zip((held.frozen, held.frozen_experts), places, strict=True)
+    ]
+    return found[0] + found[1]
 
 
 def _traffic(
@@ -61,7 +83,8 @@ def _traffic(
     outer = Group.of(replicate, stride * shard, fabric)
     whole = Group.of(replicate * shard, stride, fabric)
     reduced, gathered = numbers * run.reduced, numbers * run.gathered
-    units = np.where(run.zero >= 3, layers, np.ceil(reduced / run.bucket_bytes / 4))
+    blocks = layers * np.where(run.overlaps > 0, 1.0, WEIGHTS_OF_A_BLOCK)
+    units = np.where(run.zero >= 3, blocks, np.ceil(reduced / run.bucket_bytes / 4))
     scatter = collective("reduce_scatter", reduced, inner, fabric, known, units)
     over = collective("all_reduce", reduced / shard, outer, fabric, known, units)
     summed = collective("all_reduce", reduced, whole, fabric, known, units)

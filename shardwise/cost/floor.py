@@ -29,8 +29,8 @@ def data_floor(
         *(np.maximum(getattr(with_split, name), getattr(without, name)) for name in Windows.__annotations__)
     )
     inputs = Inputs.of(workload, cluster, candidates)
-    shape, run = inputs.shape, inputs.run
     none = np.zeros(1)
+    shape, run = inputs.shape, replace(inputs.run, recompute=none)
     least = Place(np.floor(shape.layers / run.pp), none, none)
     found = data_seconds(run, _held(shape, run, least), windows, inputs.fabric.sustained(known), known)
     return np.broadcast_to(found, len(candidates)).astype(np.float64)

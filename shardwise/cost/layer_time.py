@@ -60,6 +60,7 @@ class Micro:
     kernels: Floats
     learning: Floats
     fused_attention: Floats
+    fused_kernels: Floats
     tuned: Floats
     logit_bytes: Floats
     tensor: Group
@@ -118,10 +119,22 @@ def pointwise(width: Floats, device: Device, micro: Micro) -> Floats:
     return micro.passes * micro.tokens * width * device.pace.element_bytes * device.pace.byte
 
 
-def casts(width: Floats, device: Device, micro: Micro) -> Floats:
-    """Seconds of writing `width` numbers a token in eight bits before they are multiplied; 0 without fp8."""
-    moved = device.pace.low_precision * device.known.cast_passes * micro.tokens * width * 2
-    return moved * device.pace.byte
+# Bytes that a number moves to be read in eight bits, as it lies and transposed: written by the kernel before (2), or in
+# passes of their own for the largest (2), the cast (3) and the transpose (2). Source: Transformer Engine's docs,
+# fp8_primer; torchao's float8 README, which says the same of weights gathered in 16 bits.
+FUSED_CAST_BYTES, CAST_BYTES = 2.0, 7.0
+PRODUCTS_OF_AN_EXPERT = 2
+
+
+def casts(width: Floats, weights: tuple[Projection, ...], device: Device, micro: Micro) -> Floats:
+    """Seconds of making `width` numbers a token eight bits wide before products with these weights; 0 without fp8.
+
+    Kernels that fuse it keep the weights so between micro-batches; others cast them too.
+    """
+    numbers = sum((p.n * p.k for p in weights), np.zeros(1)) / micro.tp
+    each = np.where(micro.fused_kernels > 0, FUSED_CAST_BYTES, CAST_BYTES)
+    moved = each * (micro.tokens * width + np.where(micro.fused_kernels > 0, 0.0, numbers))
+    return device.pace.low_precision * device.known.cast_passes * moved * device.pace.byte
 
 
 def attention_half(shape: Shape, device: Device, micro: Micro) -> Passes:
@@ -137,7 +150,7 @@ def attention_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     # Each half: a norm reads and writes, a residual reads twice and writes; positions turn queries and keys.
     width = (shape.norms + 3) * shape.hidden / micro.spread
     width = width + (2 * shape.head_width + shape.key_value_width) / micro.tp
-    cast = casts(shape.hidden / micro.spread + shape.head_width / micro.tp, device, micro)
+    cast = casts(shape.hidden / micro.spread + shape.head_width / micro.tp, shape.attention, device, micro)
     moved = pointwise(width, device, micro)
     kernels = micro.kernels / 2
     tensor, near = _tensor(shape, device, micro), _context(shape, device, micro)
@@ -171,7 +184,7 @@ def _dense_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     forward, backward = projections(shape.feed_forward, device, micro, micro.tokens)
     inner = (2 + shape.gated) * shape.ffn_width / micro.tp
     moved = pointwise((shape.norms + 3) * shape.hidden / micro.spread + inner, device, micro)
-    cast = casts(shape.hidden / micro.spread + shape.ffn_width / micro.tp, device, micro)
+    cast = casts(shape.hidden / micro.spread + shape.ffn_width / micro.tp, shape.feed_forward, device, micro)
     tensor, none, kernels = _tensor(shape, device, micro), np.zeros(1), micro.kernels / 2
     return Passes(
         Work(forward, none, moved + cast, tensor, none, none, kernels),
@@ -182,7 +195,8 @@ def _dense_half(shape: Shape, device: Device, micro: Micro) -> Passes:
 def _expert_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     """Router, dispatch, experts, combination, and the shared experts.
 
-    Each rank of a tensor group sends its own part of the tokens; each rank holds experts / ep of them.
+    Each rank of a tensor group sends its own part of the tokens; each rank holds experts / ep of them, and the host
+    starts products for each (Transformer Engine's GroupedLinear loops over experts).
     """
     known, pace = device.known, device.pace
     shared, shared_back = projections(shape.shared, device, micro, micro.tokens)
@@ -199,9 +213,10 @@ def _expert_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     permuted = 2 * known.permute_passes * moved * pace.byte
     inner = (2 + shape.gated) * (shape.expert_width * shape.experts_per_token) / micro.tp
     narrow = pointwise((shape.norms + 3) * shape.hidden / micro.spread + inner, device, micro)
-    cast = casts((shape.hidden + shape.expert_width) * shape.experts_per_token / micro.tp, device, micro)
+    width = (shape.hidden + shape.expert_width) * shape.experts_per_token / micro.tp
+    cast = casts(width, shape.shared, device, micro)
     memory, none = narrow + cast + permuted, np.zeros(1)
-    kernels = micro.kernels * known.kernels_per_moe_layer
+    kernels = micro.kernels * known.kernels_per_moe_layer + PRODUCTS_OF_AN_EXPERT * held
     tensor = _tensor(shape, device, micro)
     return Passes(
         Work(shared + forward, none, memory, tensor, none, travel, kernels),

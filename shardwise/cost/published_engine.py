@@ -137,7 +137,10 @@ def stack_of(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
     fused_attention = _fused_attention(reported, facts, unknown)
     fused_loss = bool(facts.found(r"cross-entropy(-loss)?[- ]fusion|fused (ce|loss|cross)|chunked ce|liger|cut cross"))
     overlap = _overlap(reported, facts)
-    return msgspec.structs.replace(stack, fused_attention=fused_attention, fused_loss=fused_loss, overlap=overlap)
+    deterministic = bool(facts.found(r"^(--)?deterministic-mode|deterministic algorithms"))
+    return msgspec.structs.replace(
+        stack, fused_attention=fused_attention, fused_loss=fused_loss, overlap=overlap, deterministic=deterministic
+    )
 
 
 def _overlap(reported: Reported, facts: Facts) -> bool:

@@ -42,6 +42,8 @@ class Run:
     fused_attention: Floats
     fused_loss: Floats
     overlaps: Floats
+    fused_kernels: Floats
+    deterministic: Floats
     learning: Floats
     trained: Floats
     base_bytes: Floats
@@ -63,6 +65,7 @@ class Run:
             "weights": stack.weights, "masters": stack.masters, "gathered": stack.gathered,
             "gradients": stack.gradients, "reduced": stack.reduced, "states": stack.states,
             "fused_attention": stack.fused_attention, "fused_loss": stack.fused_loss, "overlaps": stack.overlap,
+            "fused_kernels": stack.kernels == "fused", "deterministic": stack.deterministic,
             "learning": learning, "trained": trained, "base_bytes": workload.trainable.base_bytes,
         }  # fmt: skip
         return cls(

@@ -24,13 +24,19 @@ from shardwise.cost.shape import Shape
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster, Precision
 
+# Deterministic algorithms of torch fill every tensor before it is written: a kernel more for each, and its bytes, which
+# are two of the five that a norm (one of two) and a residual (one of three) move.
+# Source: docs.pytorch.org, torch.utils.deterministic.fill_uninitialized_memory.
+WRITTEN_SHARE = 0.4
 FULL, SELECTIVE = RECOMPUTE.index("full"), RECOMPUTE.index("selective")
 INTERLEAVED_ZB, ZBV = SCHEDULES.index("interleaved-zb"), SCHEDULES.index("zbv")
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds by part, a row a plan. Utilisation is Arch.flops_per_token over the dense peak; nan where none is known.
+    """Seconds by part, a row a plan. Utilisation: FLOPs that the training needs over the dense peak; nan without one.
+
+    They are Arch.flops_per_token, less the products that would give frozen weights a gradient.
 
     low and high: of seconds; four of five measurements are between them.
     """
@@ -99,10 +105,16 @@ def step(
     return Step(
         parts=parts,
         tokens_per_second_per_gpu=rate,
-        mfu=rate * workload.arch.flops_per_token(workload.sequence_length) / peak,
+        mfu=rate * _needed_flops_per_token(workload, inputs.run) / peak,
         low=whole * np.exp(-width),
         high=whole * np.exp(width),
     )
+
+
+def _needed_flops_per_token(workload: Workload, run: Run) -> float:
+    """Of three products of each weight (forward, gradient of the input, of the weight) the last where it learns."""
+    frozen = 1 - float(run.learning[0])
+    return workload.arch.flops_per_token(workload.sequence_length) - 2 * workload.arch.matmul_parameters() * frozen
 
 
 def _dense_peak(workload: Workload, cluster: Cluster) -> float:
@@ -150,7 +162,9 @@ def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
 
 def _micro(inputs: Inputs, known: TimeConstants) -> Micro:
     shape, run, fabric = inputs.shape, inputs.run, inputs.fabric
-    passes = np.where(run.compiled > 0, known.pointwise_passes_compiled, known.pointwise_passes)
+    eager = np.where(run.fused_kernels > 0, known.pointwise_passes_fused, known.pointwise_passes)
+    passes = np.where(run.compiled > 0, known.pointwise_passes_compiled, eager)
+    kernels = known.kernels_per_layer * np.where(run.compiled > 0, known.kernels_compiled, 1.0)
     return Micro(
         tokens=run.micro_batch * shape.sequence / run.cp,
         micro_batch=run.micro_batch,
@@ -158,11 +172,11 @@ def _micro(inputs: Inputs, known: TimeConstants) -> Micro:
         cp=run.cp,
         ep=run.ep,
         spread=np.where(run.sequence_parallel > 0, run.tp, 1.0),
-        passes=passes,
-        kernels=known.kernels_per_layer * np.where(run.compiled > 0, known.kernels_compiled, 1.0)
-        + known.kernels_per_collective * (run.tp > 1),
+        passes=passes * (1 + WRITTEN_SHARE * run.deterministic),
+        kernels=kernels * (1 + run.deterministic) + known.kernels_per_collective * (run.tp > 1),
         learning=run.learning,
         fused_attention=run.fused_attention,
+        fused_kernels=run.fused_kernels,
         tuned=np.where((run.weights > 0) & (run.masters > 0), 1.0, 0.0),
         logit_bytes=np.where(run.fused_loss > 0, 4.0, 12.0),
         tensor=Group.of(run.tp, np.ones(1), fabric),
@@ -254,12 +268,13 @@ def _transfers(inputs: Inputs, micro: Micro, known: TimeConstants) -> Floats:
 
 
 def _held(shape: Shape, run: Run, place: Place) -> Held:
-    """Numbers that the slowest rank trains."""
+    """Numbers that the slowest rank holds, those that it trains and the others."""
     share = np.where(shape.layers > 0, shape.moe_layers / shape.layers, 0.0)
     block = (1 - share) * shape.dense_parameters + share * shape.moe_parameters
     ends = place.embedding * shape.embedding_parameters + place.head * shape.head_parameters
     experts = place.layers * share * shape.experts * shape.expert_parameters / (run.ep * run.tp)
-    return Held(run.trained * (place.layers * block + ends) / run.tp, run.trained * experts, place.layers)
+    dense, frozen = (place.layers * block + ends) / run.tp, 1 - run.trained
+    return Held(run.trained * dense, run.trained * experts, frozen * dense, frozen * experts, place.layers)
 
 
 def spread(inputs: Inputs, parts: dict[str, Floats], known: TimeConstants) -> Floats:

@@ -23,7 +23,8 @@ class Stack(Frozen, frozen=True):
     fused_loss: no fp32 copy of the logits is kept. overlap: collectives of data parallelism run beside arithmetic.
     kernels: eager: torch's own on a GPU; composed: norms in several operators, as on a CPU; fused: of gate and product
     in one, and inputs of split layers gathered again in backward, as Megatron's. selective: what that recompute keeps,
-    the results of products and of attention, or all but the inside of attention.
+    the results of products and of attention, or all but the inside of attention. deterministic: torch's deterministic
+    algorithms, which fill every tensor before it is written.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Stack(Frozen, frozen=True):
     overlap: bool = True
     kernels: Literal["composed", "eager", "fused"] = "eager"
     selective: Literal["products", "all but attention"] = "products"
+    deterministic: bool = False
 
 
 # This engine: fp32 masters are the parameters, compute copies are cast or gathered, gradients are fp32.
