@@ -110,7 +110,7 @@ MOST_LOW_PRECISION_SHARE = 1.2
 
 def bounded(name: str, value: float) -> float:
     if name == "low_precision_share":
-        return min(value, MOST_LOW_PRECISION_SHARE)
+        return float(min(value, MOST_LOW_PRECISION_SHARE))
     if any(word in name for word in SHARES) and name != "network_share_per_doubling":
         return float(np.clip(value, 1e-3, 0.98 if name != "matmul_share" else 1.0))
     return float(value)

@@ -85,6 +85,7 @@ class TimeConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_bytes_per_second: float
     interval_base: float
     interval_network: float
+    interval_communication: float
     interval_host: float
     interval_experts: float
 

@@ -126,14 +126,19 @@ FUSED_CAST_BYTES, CAST_BYTES = 2.0, 7.0
 PRODUCTS_OF_AN_EXPERT = 2
 
 
-def casts(width: Floats, weights: tuple[Projection, ...], device: Device, micro: Micro) -> Floats:
-    """Seconds of making `width` numbers a token eight bits wide before products with these weights; 0 without fp8.
-
-    Kernels that fuse it keep the weights so between micro-batches; others cast them too.
-    """
-    numbers = sum((p.n * p.k for p in weights), np.zeros(1)) / micro.tp
+def casts(width: Floats, device: Device, micro: Micro) -> Floats:
+    """Seconds of making `width` numbers a token eight bits wide before they are multiplied; 0 without fp8."""
     each = np.where(micro.fused_kernels > 0, FUSED_CAST_BYTES, CAST_BYTES)
-    moved = each * (micro.tokens * width + np.where(micro.fused_kernels > 0, 0.0, numbers))
+    return _eight_bits(each * micro.tokens * width, device)
+
+
+def weight_casts(weights: tuple[Projection, ...], device: Device, micro: Micro) -> Floats:
+    """The same of weights, once a micro-batch; kernels that fuse it keep them so between micro-batches."""
+    numbers = sum((p.n * p.k for p in weights), np.zeros(1)) / micro.tp
+    return _eight_bits(np.where(micro.fused_kernels > 0, 0.0, CAST_BYTES * numbers), device)
+
+
+def _eight_bits(moved: Floats, device: Device) -> Floats:
     return device.pace.low_precision * device.known.cast_passes * moved * device.pace.byte
 
 
@@ -150,14 +155,15 @@ def attention_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     # Each half: a norm reads and writes, a residual reads twice and writes; positions turn queries and keys.
     width = (shape.norms + 3) * shape.hidden / micro.spread
     width = width + (2 * shape.head_width + shape.key_value_width) / micro.tp
-    cast = casts(shape.hidden / micro.spread + shape.head_width / micro.tp, shape.attention, device, micro)
+    cast = casts(shape.hidden / micro.spread + shape.head_width / micro.tp, device, micro)
+    weights = weight_casts(shape.attention, device, micro)
     moved = pointwise(width, device, micro)
     kernels = micro.kernels / 2
     tensor, near = _tensor(shape, device, micro), _context(shape, device, micro)
     exposed, exposed_back = np.maximum(0.0, near - look), np.maximum(0.0, 2 * near - look_back)
     none = np.zeros(1)
     return Passes(
-        Work(forward, look, moved + cast, tensor, exposed, none, kernels),
+        Work(forward, look, moved + cast + weights, tensor, exposed, none, kernels),
         Work(backward, look_back, 2 * (moved + cast), tensor, exposed_back, none, 2 * kernels),
     )
 
@@ -184,10 +190,11 @@ def _dense_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     forward, backward = projections(shape.feed_forward, device, micro, micro.tokens)
     inner = (2 + shape.gated) * shape.ffn_width / micro.tp
     moved = pointwise((shape.norms + 3) * shape.hidden / micro.spread + inner, device, micro)
-    cast = casts(shape.hidden / micro.spread + shape.ffn_width / micro.tp, shape.feed_forward, device, micro)
+    cast = casts(shape.hidden / micro.spread + shape.ffn_width / micro.tp, device, micro)
+    weights = weight_casts(shape.feed_forward, device, micro)
     tensor, none, kernels = _tensor(shape, device, micro), np.zeros(1), micro.kernels / 2
     return Passes(
-        Work(forward, none, moved + cast, tensor, none, none, kernels),
+        Work(forward, none, moved + cast + weights, tensor, none, none, kernels),
         Work(backward, none, 2 * (moved + cast), tensor, none, none, 2 * kernels),
     )
 
@@ -214,12 +221,12 @@ def _expert_half(shape: Shape, device: Device, micro: Micro) -> Passes:
     inner = (2 + shape.gated) * (shape.expert_width * shape.experts_per_token) / micro.tp
     narrow = pointwise((shape.norms + 3) * shape.hidden / micro.spread + inner, device, micro)
     width = (shape.hidden + shape.expert_width) * shape.experts_per_token / micro.tp
-    cast = casts(width, shape.shared, device, micro)
-    memory, none = narrow + cast + permuted, np.zeros(1)
+    weights = weight_casts(shape.shared, device, micro)
+    memory, none = narrow + casts(width, device, micro) + permuted, np.zeros(1)
     kernels = micro.kernels * known.kernels_per_moe_layer + PRODUCTS_OF_AN_EXPERT * held
     tensor = _tensor(shape, device, micro)
     return Passes(
-        Work(shared + forward, none, memory, tensor, none, travel, kernels),
+        Work(shared + forward, none, memory + weights, tensor, none, travel, kernels),
         Work(shared_back + forward + micro.learning * to_weight, none, 2 * memory, tensor, none, travel, 2 * kernels),
     )
 

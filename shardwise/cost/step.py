@@ -24,6 +24,8 @@ from shardwise.cost.shape import Shape
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster, Precision
 
+# Parts that links and networks set.
+COMMUNICATION = ("tensor_parallel", "context_parallel", "expert", "data_parallel", "pipeline_transfers")
 # Deterministic algorithms of torch fill every tensor before it is written: a kernel more for each, and its bytes, which
 # are two of the five that a norm (one of two) and a residual (one of three) move.
 # Source: docs.pytorch.org, torch.utils.deterministic.fill_uninitialized_memory.
@@ -283,8 +285,10 @@ def spread(inputs: Inputs, parts: dict[str, Floats], known: TimeConstants) -> Fl
     run = inputs.run
     world = run.pp * run.data_ranks * run.tp
     blind = (world > inputs.fabric.per_node) & (inputs.network_known == 0)
+    talk = sum((parts[name] for name in COMMUNICATION), np.zeros(1)) / whole
     variance = (
         known.interval_base**2
+        + (talk * known.interval_communication) ** 2
         + blind * known.interval_network**2
         + (parts["host"] / whole * known.interval_host) ** 2
         + (inputs.shape.moe_layers > 0) * known.interval_experts**2

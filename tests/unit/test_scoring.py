@@ -8,7 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from shardwise.cost import naive, scoring
+from benchmarks import fit_cost
+from shardwise.cost import calibration, naive, scoring
+from shardwise.cost.measured import memory_model, time_model
 from shardwise.cost.predicting import Interval, Predictions, blocks, predict
 from shardwise.cost.published import Row, rows
 from shardwise.errors import BadInput, DataError, RecipeError
@@ -182,3 +184,38 @@ def test_the_report_names_every_source_and_every_reason() -> None:
     assert all(name in text for name in found.sources)
     assert all(each.reason.partition(":")[0] in text for each in found.skipped)
     assert "10.0%" in text
+
+
+# Every 20th or so public row of each family, in full; the figures on all of them stand in benchmarks/RESULTS.md.
+SAMPLE = rows(Path(__file__).with_name("published_runs_sample.csv"))
+# Continuous-integration runs of toy models, four fifths of which is the host's time: their host cost is half explained.
+TOY = "megatron-golden"
+
+
+def test_the_committed_constants_reach_the_bar_on_public_rows() -> None:
+    """The aim of 10 % and 25 % with a tenth more, as 178 rows are few; intervals hold four of five, to a tenth."""
+    found = scoring.score(SAMPLE, predict(SAMPLE, time_model, memory_model))
+    time = found.overall.time
+    assert len(found.sources) >= 10 and time.rows >= 150
+    assert time.median is not None and time.p90 is not None and time.coverage is not None
+    assert time.median < 0.11 and time.p90 < 0.275
+    assert 0.7 < time.coverage < 0.9
+    assert found.overall.oom_called_fitting == 0
+    for name, source in found.sources.items():
+        if name != TOY:
+            assert source.time.median is not None and source.time.median < 0.18, name
+
+
+@pytest.mark.nightly
+def test_families_left_out_of_the_fit_are_predicted_two_and_a_half_times_better_than_by_one_utilisation() -> None:
+    """Each family by constants fitted on the others from their values before any fit; a few minutes of one core."""
+    start = calibration.values(calibration.calibration().time, calibration.TimeConstants, prior=True)
+    left_out = scoring.rotated(SAMPLE, lambda others: fit_cost.refitted(others, start, 12))
+    overall = scoring.score(SAMPLE, left_out).overall
+    ours, plain, time = overall.dense_time, overall.naive, overall.time
+    assert ours.median is not None and plain.median is not None and ours.p90 is not None and plain.p90 is not None
+    assert ours.median < plain.median / 2.5
+    assert ours.p90 < plain.p90 / 1.5
+    assert time.median is not None and time.median < 0.16
+    assert time.coverage is not None and 0.7 < time.coverage < 0.9
+    assert overall.regret.median is not None and overall.regret.median <= 0.05
