@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardwise.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from shardwise.events.live import LiveLine
 from shardwise.events.reader import Tail
-from shardwise.events.values import AnyEvent, Step
+from shardwise.events.values import AnyEvent, Compared, Step
 from shardwise.launch import local, run_folder, watch
 from shardwise.launch.outcome import exit_code, first_failure
 from shardwise.report import errors
@@ -39,7 +39,8 @@ class Screen:
         pieces = self.output.new()
         for event in self.tail.new() if self.tail is not None else ():
             self.remember(event)
-            self.live.emit(event)
+            if not isinstance(event, Compared):  # it stands in the summary
+                self.live.emit(event)
         for stream, text in pieces:
             self.show(text, self.stdout if stream == "stdout" else sys.stderr)
 

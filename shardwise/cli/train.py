@@ -66,7 +66,7 @@ def train(asked: Asked) -> int:
 
 def _plan(recipe: Recipe) -> Plan:
     """The plan for this machine. Raises: PlanInfeasible where it cannot run here."""
-    cluster = local.probe_cluster()
+    cluster = local.cluster_here(recipe.train.cluster)
     made = automatic.plan(recipe, arch_of(recipe.model, cluster.kind), cluster)
     devices = recipe.train.devices
     require(made, made.decision.mesh.world if devices == "auto" else devices)

@@ -126,6 +126,24 @@ class Failed(Event, frozen=True, tag="failed"):
     exit_code: int = 1
 
 
+class Compared(Event, frozen=True, tag="compared"):
+    """A step as it was predicted and as it was: seconds, and bytes of the fullest rank where both are known.
+
+    measured: the median of `steps` steps after a warm-up. Intervals hold four of five measurements. why_none: why there
+    is no prediction.
+    """
+
+    predicted_step_seconds: float | None = None
+    step_seconds_interval: tuple[float, float] | None = None
+    measured_step_seconds: float | None = None
+    steps: int = 0
+    predicted_memory_bytes: float | None = None
+    memory_bytes_interval: tuple[float, float] | None = None
+    measured_memory_bytes: float | None = None
+    probed: bool = False
+    why_none: str = ""
+
+
 class Stopped(Event, frozen=True, tag="stopped"):
     """The attempt ends after `step`."""
 
@@ -160,6 +178,7 @@ AnyEvent = (
     | Fallback
     | SettingsChanged
     | Failed
+    | Compared
     | Stopped
     | Finished
 )
@@ -186,4 +205,6 @@ def _spell_non_finite(value: Any) -> Any:
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
         return {key: _spell_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_non_finite(item) for item in value]
     return value

@@ -84,7 +84,10 @@ SHAPE_ALONE = "not given"
 
 
 class DataSpec(Value, frozen=True):
-    """Exactly one of text, mixture; `given` is set by a Trainer that was handed a data object."""
+    """Exactly one of text, mixture; `given` is set by a Trainer that was handed a data object.
+
+    one_length: set there too, where every sample of it has `sequence_length` tokens.
+    """
 
     text: tuple[str, ...] = ()
     mixture: tuple[Source, ...] = ()
@@ -94,11 +97,12 @@ class DataSpec(Value, frozen=True):
     valid_fraction: Fraction = 0.01
     text_key: str = "text"
     workers: Literal["auto"] | NonNegative = "auto"
+    one_length: bool = False
 
     @property
     def length_is_known(self) -> bool:
         """Whether samples are `sequence_length` tokens long; those of a Trainer's own data may be anything."""
-        return self.given in (None, SHAPE_ALONE)
+        return self.one_length or self.given in (None, SHAPE_ALONE)
 
 
 class BatchSpec(Value, frozen=True):
@@ -152,7 +156,10 @@ class PlanRequest(Value, frozen=True):
 
 
 class TrainSpec(Value, frozen=True):
-    """Exactly one of steps, epochs, tokens says when it is finished. `guard_every_steps`: 0 is never."""
+    """Exactly one of steps, epochs, tokens says when it is finished. `guard_every_steps`: 0 is never.
+
+    cluster: "local", or a file that `shardwise doctor --measure` wrote on this machine: the plan then knows its speed.
+    """
 
     steps: Positive | None = None
     epochs: Positive | None = None
@@ -160,6 +167,7 @@ class TrainSpec(Value, frozen=True):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8"] = "auto"
     plan: Literal["auto"] | PlanRequest = "auto"
     devices: Literal["auto"] | Positive = "auto"
+    cluster: str = "local"
     evaluate_every_steps: NonNegative = 0
     guard_every_steps: NonNegative = 100
 
@@ -385,6 +393,7 @@ ALLOWED_CHANGES = (
     "train.epochs",
     "train.tokens",
     "train.evaluate_every_steps",
+    "train.cluster",
     "checkpoint",
     "log",
     "data.workers",

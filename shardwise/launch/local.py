@@ -17,7 +17,7 @@ import msgspec
 
 from shardwise.environment import child_environment, usable_cpus, visible_devices
 from shardwise.errors import RecipeError
-from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster
+from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster, parse_cluster
 
 # A rank that died must not be waited for by others that cannot see it: torchrun's own default is 30 s.
 SHUTDOWN_SECONDS = 10
@@ -106,6 +106,25 @@ def _end_with_parent() -> None:
 def probe_cluster() -> Cluster:
     """This machine as a Cluster, from nvidia-smi, the affinity, the cgroup, /proc and torch's version."""
     return local_cluster(probe_facts())
+
+
+def cluster_here(asked: str) -> Cluster:
+    """This machine as a Cluster: "local", or as a file says that was measured on it.
+
+    Raises: RecipeError where there is no such file, or it is of another machine.
+    """
+    here = probe_cluster()
+    if asked == "local":
+        return here
+    said = parse_cluster(asked, here)
+    if (said.nodes, said.node.devices, said.device.name) != (1, here.node.devices, here.device.name) or said.others:
+        raise RecipeError(
+            f"train.cluster = {asked!r} is of {said.devices} x {said.device.name}; here are {here.devices} x "
+            f"{here.device.name}.",
+            why="a run is planned for the machine that it runs on",
+            fix='shardwise doctor --measure on this machine, or train.cluster = "local"',
+        )
+    return said
 
 
 def probe_facts() -> MachineFacts:

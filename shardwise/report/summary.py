@@ -3,8 +3,10 @@
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from shardwise.events.values import AnyEvent, Evaluated, Finished, Saved, Step
+from shardwise.events.live import compared
+from shardwise.events.values import AnyEvent, Compared, Evaluated, Finished, Saved, Step
 from shardwise.plan.plan import Plan
 from shardwise.units import format_count, format_seconds
 
@@ -24,6 +26,9 @@ def text(plan: Plan, events: Sequence[AnyEvent], run: str) -> str:
     finished = _finished(events)
     if finished is not None:
         lines += _speed(finished)
+    prediction = _compared(events)
+    if prediction is not None:
+        lines.append(f"prediction {compared(prediction)}")
     lines.append(f"run        {run}")
     if finished is not None and finished.sample:
         lines += ["sample", *(f"  | {line}" for line in printable(finished.sample).split("\n"))]
@@ -57,6 +62,36 @@ def _finished(events: Sequence[AnyEvent]) -> Finished | None:
     return next((event for event in reversed(events) if isinstance(event, Finished)), None)
 
 
+def _compared(events: Sequence[AnyEvent]) -> Compared | None:
+    return next((event for event in reversed(events) if isinstance(event, Compared)), None)
+
+
+def _prediction(event: Compared | None) -> dict[str, Any] | None:
+    """Of a program's line: what was predicted and measured, their ratio, and whether within the 80 % interval."""
+    if event is None:
+        return None
+    if event.why_none:
+        return {"why_none": event.why_none}
+    pairs: dict[str, tuple[float | None, tuple[float, float] | None, float | None]] = {
+        "step_seconds": (event.predicted_step_seconds, event.step_seconds_interval, event.measured_step_seconds),
+        "memory_bytes": (event.predicted_memory_bytes, event.memory_bytes_interval, event.measured_memory_bytes),
+    }
+    return {"probed": event.probed, "steps": event.steps, **{name: _pair(*pair) for name, pair in pairs.items()}}
+
+
+def _pair(predicted: float | None, ends: tuple[float, float] | None, measured: float | None) -> dict[str, Any] | None:
+    if predicted is None or ends is None:
+        return None
+    known = measured is not None and measured > 0
+    return {
+        "predicted": predicted,
+        "interval": list(ends),
+        "measured": measured,
+        "ratio": predicted / measured if measured else None,
+        "inside": ends[0] <= measured <= ends[1] if known and measured is not None else None,
+    }
+
+
 def last_line(events: Sequence[AnyEvent], run: str, exit_code: int) -> str:
     """One JSON object; `valid_loss` in nats a token, null where nothing was held out. Non-finite is null."""
     finished = _finished(events)
@@ -74,6 +109,7 @@ def last_line(events: Sequence[AnyEvent], run: str, exit_code: int) -> str:
         "valid_loss": _number(evaluations[-1].loss if evaluations else finished.valid_loss if finished else None),
         "tokens_per_second": _number(finished.tokens_per_second if finished else None),
         "mfu": _number(steps[-1].mfu if steps else None),
+        "prediction": _prediction(_compared(events)),
         "checkpoint": saved[-1].path if saved else finished.checkpoint if finished else None,
     }
     return json.dumps(line)

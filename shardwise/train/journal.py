@@ -1,6 +1,8 @@
 """What the loop tells: every event of a run, from rank 0, with speed, utilisation and time left worked out."""
 
+import statistics
 import time
+from collections import deque
 
 from shardwise import ranks
 from shardwise.environment import watched
@@ -12,11 +14,14 @@ from shardwise.inputs.recipe import Change
 from shardwise.launch.run_folder import RunState, events_path
 from shardwise.plan.mesh import AXES
 from shardwise.plan.plan import Plan
+from shardwise.plan.prediction import predict, why_none
 from shardwise.profiling.utilization import model_flops_utilization
 from shardwise.train.evaluate import Evaluation
 
 # The first steps pay for allocation, caches and compilation; speed is a mean over this many of the latest.
 SPEED_WINDOW_STEPS = 20
+# A prediction is held against the median of the latest so many steps, without the first ones of the attempt.
+WARM_UP_STEPS, COMPARED_STEPS = 3, 1000
 
 
 class Journal:
@@ -33,6 +38,7 @@ class Journal:
         self.valid_loss: float | None = None
         self.samples, self.tokens, self.seconds = 0, 0, 0.0
         self.recent: list[tuple[int, float]] = []
+        self.made, self.step_seconds = 0, deque[float](maxlen=COMPARED_STEPS)
         sinks: list[EventSink] = []
         if ranks.is_main():
             sinks.append(EventWriter(events_path(opened.folder, opened.attempt)))
@@ -68,6 +74,9 @@ class Journal:
         self.samples = position
         self.tokens += tokens or 0
         self.seconds += seconds
+        self.made += 1
+        if self.made > WARM_UP_STEPS:
+            self.step_seconds.append(seconds)
         self.recent = [*self.recent[-SPEED_WINDOW_STEPS + 1 :], (tokens or 0, seconds)]
         recent_seconds = sum(s for _, s in self.recent)
         speed = sum(t for t, _ in self.recent) / recent_seconds if tokens is not None else None
@@ -110,6 +119,27 @@ class Journal:
 
     def non_finite(self, number: int, loss: float, norm: float, in_a_row: int) -> None:
         self.events.emit(happened.NonFiniteLoss(step=number, loss=loss, grad_norm=norm, in_a_row=in_a_row))
+
+    def compared(self, measured_memory_bytes: float | None) -> None:
+        """The prediction beside the measurement, once this attempt has made a step after its warm-up."""
+        if not self.step_seconds or not ranks.is_main():
+            return
+        estimate = predict(self.plan)
+        if estimate is None:
+            self.events.emit(happened.Compared(why_none=why_none(self.plan) or "this plan is not in the cost model"))
+            return
+        self.events.emit(
+            happened.Compared(
+                predicted_step_seconds=estimate.step_seconds,
+                step_seconds_interval=estimate.step_seconds_interval,
+                measured_step_seconds=statistics.median(self.step_seconds),
+                steps=len(self.step_seconds),
+                predicted_memory_bytes=estimate.memory_bytes,
+                memory_bytes_interval=estimate.memory_bytes_interval,
+                measured_memory_bytes=measured_memory_bytes,
+                probed=self.plan.cluster.measured is not None,
+            )
+        )
 
     def stopped(self, number: int, reason: str, exit_code: int) -> None:
         self.events.emit(happened.Stopped(step=number, reason=reason, exit_code=exit_code))  # type: ignore[arg-type]

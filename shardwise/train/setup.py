@@ -56,6 +56,7 @@ class Settings:
     roles: Mapping[str, str]
     sequence_parallel: str | bool
     guard_every_steps: int
+    cluster: str = "local"
 
     def recipe(self) -> Recipe:
         """The Recipe of these keywords: the same checks as for a file. Raises: RecipeError."""
@@ -68,17 +69,24 @@ class Settings:
                 "unused_parameters": self.unused_parameters, "roles": dict(self.roles),
                 "sequence_parallel": self.sequence_parallel,
             },
-            "data": {"given": self.data},
+            "data": self._data(),
             "batch": {"micro_batch": self.micro_batch, **self._batch()},
             "optimizer": {"clip_norm": "off" if self.clip_norm is None else self.clip_norm},
             "train": {
                 "precision": self.precision, "plan": _plan_keys(self.plan),
                 "evaluate_every_steps": self.evaluate_every_steps, "guard_every_steps": self.guard_every_steps,
+                "cluster": self.cluster,
             },
             "checkpoint": msgspec.to_builtins(self.checkpoint),
             "log": self.log,
         }  # fmt: skip
         return recipes.from_keys(keys, "Trainer")
+
+    def _data(self) -> dict[str, Any]:
+        """What is known of the data object: its name, and the length of its samples where they have one."""
+        if not self.tokens_per_sample:
+            return {"given": self.data}
+        return {"given": self.data, "sequence_length": self.tokens_per_sample, "one_length": True}
 
     def _batch(self) -> dict[str, int]:
         if isinstance(self.plan, Plan) and self.global_batch is None and self.tokens_per_step is None:
@@ -187,7 +195,7 @@ def make_plan(recipe: Recipe, module: nn.Module) -> Plan:
     shape = module.arch if isinstance(module, Decoder) else sum(p.numel() for p in module.parameters())
 
     def decide() -> Any:
-        cluster = local.probe_cluster()
+        cluster = local.cluster_here(recipe.train.cluster)
         return msgspec.to_builtins(automatic.plan(recipe, shape, cluster, world=ranks.world()))
 
     return msgspec.convert(ranks.on_main(decide), Plan)

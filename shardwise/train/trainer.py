@@ -35,7 +35,7 @@ from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
 from shardwise.parallel.parallelize import parallel_of, parallelize, refuse_mixing
 from shardwise.plan.plan import Plan
-from shardwise.profiling import probe
+from shardwise.profiling import memory_use, probe
 from shardwise.resilience.guards import Guards
 from shardwise.resilience.leaving import in_order
 from shardwise.resilience.signals import StopSignals
@@ -121,6 +121,7 @@ class Trainer:
         roles: Mapping[str, str] | None = None,
         sequence_parallel: str | bool = "auto",
         guard_every_steps: int = 100,
+        cluster: str = "local",
     ) -> None:
         WHERE.phase = "setup"
         failure.install()
@@ -133,7 +134,7 @@ class Trainer:
             run=setup.run_name(run), checkpoint=checkpoint, log=tuple(log), fp32_modules=tuple(fp32_modules),
             evaluate_every_steps=evaluate_every_steps, sync_batchnorm=sync_batchnorm, mixes_samples=mixes_samples,
             unused_parameters=tuple(unused_parameters), roles=roles or {}, sequence_parallel=sequence_parallel,
-            guard_every_steps=guard_every_steps,
+            guard_every_steps=guard_every_steps, cluster=cluster,
         )  # fmt: skip
         self.loss, self.state, self.inputs = loss, dict(state or {}), inputs
         recipe, made = settings.recipe(), plan if isinstance(plan, Plan) else None
@@ -237,6 +238,7 @@ class Trainer:
             # `break` in the caller's loop keeps what was trained; after an exception the other ranks are not here.
             if in_order(__file__):
                 self._save("left the loop")
+                self._compare()
                 self.journal.stopped(self.number, "user", EXIT_DONE)
             raise
         except ShardwiseError:
@@ -325,6 +327,7 @@ class Trainer:
         if self._agreed[1] or self._agreed[2]:
             code, name = (EXIT_INTERRUPTED, "SIGINT") if self._agreed[1] else (EXIT_REQUEUE, "SIGTERM")
             self._save(name)
+            self._compare()
             self.journal.stopped(number, "signal", code)
             ranks.stop()
             raise SystemExit(code)
@@ -338,6 +341,7 @@ class Trainer:
             self.evaluate()
         done = self.number >= total
         self._save("finished" if done else f"stopped: {self._stop_reason}")
+        self._compare()
         if done:
             self.journal.finished(self.number, self.sample())
             opening.record_finished(self.plan.recipe, self.number)
@@ -394,6 +398,11 @@ class Trainer:
             self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
         if self.not_tried:
             self.journal.fallback("the module was not run in its parts before training", self.not_tried)
+
+    def _compare(self) -> None:
+        """Hold what the plan was predicted to take against what it took. Collective."""
+        held = ranks.gather_json(memory_use.peak_bytes())
+        self.journal.compared(max((one for one in held if one is not None), default=None))
 
     def _loader(self) -> Any:
         decision = self.plan.decision

@@ -46,6 +46,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return st.sampled_from(inner)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return st.tuples(*(values(one) for one in inner))
     if origin is tuple:
         return st.lists(values(inner[0]), max_size=3).map(tuple)
     if origin is dict:
@@ -65,6 +67,8 @@ def same(left: Any, right: Any) -> bool:
     """Equal, with NaN equal to NaN."""
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
         return math.isnan(right)
     return type(left) is type(right) and left == right

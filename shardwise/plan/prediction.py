@@ -1,0 +1,41 @@
+"""What any plan is predicted to take, whoever decided it: to stand beside what was measured. No torch."""
+
+import msgspec
+
+from shardwise.errors import RecipeError
+from shardwise.plan import automatic, choice, evaluate, rule_of_thumb
+from shardwise.plan.estimate import Estimate
+from shardwise.plan.plan import Plan
+from shardwise.plan.questions import Question
+
+
+def why_none(plan: Plan) -> str:
+    """Why nothing can be predicted of a plan's step; "" where it can."""
+    if plan.arch is None:
+        return "the module's shape is not known: it is the user's own, and only its parameters were counted"
+    if not plan.recipe.data.length_is_known:
+        return "the length of the samples is not known"
+    if not automatic.can_predict(plan.recipe, plan.cluster):
+        precision = rule_of_thumb.precision_of(plan.recipe, plan.cluster)[0]
+        device = plan.cluster.device.name
+        return f"the speed of {device} in {precision} is not known: shardwise doctor --measure finds it"
+    if plan.decision.compression != "none":
+        return "compressed gradients are not predicted"
+    return ""
+
+
+def predict(plan: Plan) -> Estimate | None:
+    """The plan's own estimate, else what the cost model says of its decision; None where `why_none` has a reason."""
+    if plan.estimate is not None:
+        return plan.estimate
+    if plan.arch is None or why_none(plan):
+        return None
+    model, mesh = automatic.costs(), plan.decision.mesh
+    try:
+        subject = Question(plan.recipe, plan.arch, plan.cluster, {}, mesh.world).subject()
+    except RecipeError:
+        return None
+    split = plan.sequence_parallel is not False and subject.task.fixed.get("sequence_parallel", 1) == 1
+    row = choice.row(plan.decision, split)
+    subject = subject._replace(workload=msgspec.structs.replace(subject.workload, precision=plan.decision.precision))
+    return evaluate.estimate(subject, model, choice.table([row]))[0]
