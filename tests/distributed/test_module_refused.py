@@ -64,27 +64,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# A fault, what is said of it, what to do, and that done. The first two are tried each time, the rest at night.
+FAULTS = [
+    (("model.factory=models:scattered", "train.plan.pp=2"), "0 blocks, and the pipeline 2 stages",
+     'model.blocks = "the.path"', ("model.factory=models:sound", "train.plan.pp=2")),
+    (("train.plan.tp=2",), "tp = 2 does not divide the heads", "the role 'replicated' for the layers",
+     ("train.plan.tp=2", "model.roles={ 'blocks.*.attention.*' = 'replicated' }")),
+    (("train.plan.pp=2", "model.blocks=bloks"), "model.blocks = 'bloks' is no ModuleList",
+     'blocks = "blocks"', ("train.plan.pp=2", "model.blocks=blocks")),
+    (("model.factory=models:short", "train.plan.pp=2", "train.plan.stages_per_rank=2"),
+     "3 blocks, and the pipeline 4 stages", "train.plan.pp x train.plan.stages_per_rank of at most 3",
+     ("model.factory=models:short", "train.plan.pp=2", "train.plan.stages_per_rank=1")),
+    (("train.plan.tp=2",), "tp = 2 does not divide the heads of blocks.0.attention.q_proj: 3",
+     "train.plan.tp = a divisor of them", ("train.plan.tp=3", "train.devices=3")),
+    (("model.factory=models:functional", "train.plan.tp=3", "train.devices=3"),
+     "computes with embed.weight, a weight of another", "tie the two",
+     ("model.factory=models:tied", "train.plan.tp=3", "train.devices=3")),
+    (("model.factory=models:absent", "train.plan.pp=2"), "has no function 'absent'", "my.module:function",
+     ("model.factory=models:sound", "train.plan.pp=2")),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("faulty", "says", "fix", "mended"),
-    [
-        (("model.factory=models:scattered", "train.plan.pp=2"), "0 blocks, and the pipeline 2 stages",
-         'model.blocks = "the.path"', ("model.factory=models:sound", "train.plan.pp=2")),
-        (("train.plan.pp=2", "model.blocks=bloks"), "model.blocks = 'bloks' is no ModuleList",
-         'blocks = "blocks"', ("train.plan.pp=2", "model.blocks=blocks")),
-        (("model.factory=models:short", "train.plan.pp=2", "train.plan.stages_per_rank=2"),
-         "3 blocks, and the pipeline 4 stages", "train.plan.pp x train.plan.stages_per_rank of at most 3",
-         ("model.factory=models:short", "train.plan.pp=2", "train.plan.stages_per_rank=1")),
-        (("train.plan.tp=2",), "tp = 2 does not divide the heads of blocks.0.attention.q_proj: 3",
-         "train.plan.tp = a divisor of them", ("train.plan.tp=3", "train.devices=3")),
-        (("train.plan.tp=2",), "tp = 2 does not divide the heads", "the role 'replicated' for the layers",
-         ("train.plan.tp=2", "model.roles={ 'blocks.*.attention.*' = 'replicated' }")),
-        (("model.factory=models:functional", "train.plan.tp=3", "train.devices=3"),
-         "computes with embed.weight, a weight of another", "tie the two",
-         ("model.factory=models:tied", "train.plan.tp=3", "train.devices=3")),
-        (("model.factory=models:absent", "train.plan.pp=2"), "has no function 'absent'", "my.module:function",
-         ("model.factory=models:sound", "train.plan.pp=2")),
-    ],
-)  # fmt: skip
+    [*FAULTS[:2], *(pytest.param(*fault, marks=pytest.mark.nightly) for fault in FAULTS[2:])],
+)
 def test_the_launcher_s_look_at_it_refuses_it_and_the_fix_lifts_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, faulty: tuple[str, ...], says: str, fix: str, mended: tuple[str, ...]
 ) -> None:
