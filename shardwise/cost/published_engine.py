@@ -252,8 +252,12 @@ def offload_of(facts: Facts) -> str:
 
 
 def stages_per_rank_of(reported: Reported, facts: Facts) -> int:
-    """vp; else what the flags say; else 1."""
-    return reported.whole("vp") or facts.count(r"num-virtual-stages-per-pipeline-rank=(\d+)") or 1
+    """vp; else what flags say; else, where words say no more than that it is interleaved, the fewest that divide."""
+    said = reported.whole("vp") or facts.count(r"num-virtual-stages-per-pipeline-rank=(\d+)")
+    if said or not facts.found(r"\binterleav\w* on\b"):
+        return said or 1
+    layers, pp = reported.whole("layers") or 0, reported.whole("pp") or 1
+    return next((count for count in range(2, layers // pp + 1) if layers % (pp * count) == 0), 1) if pp > 1 else 1
 
 
 def schedule_of(facts: Facts, pp: int, stages_per_rank: int) -> str:
