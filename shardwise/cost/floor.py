@@ -1,4 +1,4 @@
-"""The least that data parallelism adds to a step, whatever else is chosen: the search drops by it. No torch."""
+"""The least that a split adds to a step, whatever else is chosen: the search drops by it. No torch."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import numpy as np
 from shardwise.cost.calibration import TimeConstants, time_constants
 from shardwise.cost.candidates import RECOMPUTE, Candidates
 from shardwise.cost.compute import Floats, Pace
-from shardwise.cost.data_time import Windows, data_seconds
+from shardwise.cost.data_time import Windows, data_seconds, offload_seconds, optimizer_seconds
 from shardwise.cost.layer_time import Device
 from shardwise.cost.probed import constants as with_measured
 from shardwise.cost.step import Inputs, Place, _held, _micro, _units
@@ -24,16 +24,55 @@ def data_floor(
     work of the most blocks with embedding and head, recomputed and not compiled.
     """
     known = with_measured(workload, cluster, constants or time_constants())
-    with_split, without = (_windows(workload, cluster, candidates, split, known) for split in (True, False))
-    windows = Windows(
-        *(np.maximum(getattr(with_split, name), getattr(without, name)) for name in Windows.__annotations__)
-    )
+    windows = _longest(workload, cluster, candidates, known)
     inputs = Inputs.of(workload, cluster, candidates)
     none = np.zeros(1)
     shape, run = inputs.shape, replace(inputs.run, recompute=none)
-    least = Place(np.floor(shape.layers / run.pp), none, none)
-    found = data_seconds(run, _held(shape, run, least), windows, inputs.fabric.sustained(known), known)
+    held = _held(shape, run, _fewest(inputs))
+    found = data_seconds(run, held, windows, inputs.fabric.sustained(known), known)
     return np.broadcast_to(found, len(candidates)).astype(np.float64)
+
+
+def keeping_floor(
+    workload: Workload, cluster: Cluster, candidates: Candidates, constants: TimeConstants | None = None
+) -> Floats:
+    """Of each plan, the parts of `step` called optimizer and offload, were all else of its core other ones.
+
+    Both grow with the numbers held: those of the fewest blocks of any rank.
+    """
+    known = with_measured(workload, cluster, constants or time_constants())
+    inputs = Inputs.of(workload, cluster, candidates)
+    held = _held(inputs.shape, inputs.run, _fewest(inputs))
+    update = optimizer_seconds(inputs.run, held, Pace.of(inputs.rates, known), known)
+    moved = offload_seconds(inputs.run, held, known)
+    return np.broadcast_to(update + moved, len(candidates)).astype(np.float64)
+
+
+def _fewest(inputs: Inputs) -> Place:
+    """The blocks of the emptiest rank, without what stands at the ends."""
+    none = np.zeros(1)
+    return Place(np.floor(inputs.shape.layers / inputs.run.pp), none, none)
+
+
+# What the arithmetic of a core follows from, but for its options.
+ARITHMETIC = ("pp", "tp", "cp", "ep", "micro_batch", "accumulation")
+
+
+def _longest(workload: Workload, cluster: Cluster, candidates: Candidates, known: TimeConstants) -> Windows:
+    """The longest windows of each plan; once for those that differ in who holds what alone."""
+    code = np.zeros(len(candidates), dtype=np.int64)
+    for name in ARITHMETIC:
+        column = getattr(candidates, name)
+        code = code * (int(column.max(initial=0)) + 1) + column
+    _, first, place = np.unique(code, return_index=True, return_inverse=True)
+    few = candidates.where(first)
+    with_split, without = (_windows(workload, cluster, few, split, known) for split in (True, False))
+    return Windows(
+        *(
+            np.broadcast_to(np.maximum(getattr(with_split, name), getattr(without, name)), len(few))[place]
+            for name in Windows.__annotations__
+        )
+    )
 
 
 def _windows(

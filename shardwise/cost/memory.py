@@ -126,8 +126,8 @@ def _highest(rank: Rank) -> tuple[Held, Floats]:
         if best is None or most is None:
             best, most = held, total
         else:
-            more = total > most
-            best, most = np.where(more, held, best), np.maximum(most, total)
+            np.copyto(best, held, where=total > most)
+            most = np.maximum(most, total)
     if best is None or most is None:
         raise ValueError("a step without moments")
     return best, most

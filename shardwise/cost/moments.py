@@ -5,9 +5,10 @@ moment, its norm's and the block's end; the root's reduction; the optimizer's up
 or falls steadily with the blocks that are done. It is the engine's own table (plan/zero.py) in bytes.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from shardwise.cost.workload import Stack, Workload
 
 Floats = NDArray[np.float64]
 Held = NDArray[np.float64]  # [category, n]
+P = ParamSpec("P")
+T = TypeVar("T")
 CATEGORIES = (
     "parameters", "gradients", "states", "gathered", "activations", "logits", "communication", "temporaries",
 )  # fmt: skip
@@ -113,6 +116,20 @@ def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Fl
     )
 
 
+def _once(count: Callable[Concatenate[Rank, P], T]) -> Callable[Concatenate[Rank, P], T]:
+    """The answer of a Rank is kept beside it: a dozen moments ask for the same numbers."""
+
+    @functools.wraps(count)
+    def kept(rank: Rank, /, *more: P.args, **named: P.kwargs) -> T:
+        known, key = rank.__dict__, f"{count.__name__} {more}"
+        if key not in known:
+            known[key] = count(rank, *more, **named)
+        found: T = known[key]
+        return found
+
+    return kept
+
+
 def moments(rank: Rank) -> Iterator[Held]:
     """Bytes by category, [8, n], at each of them."""
     yield _loss(rank)
@@ -126,11 +143,13 @@ def moments(rank: Rank) -> Iterator[Held]:
 def _held(rank: Rank, **bytes_of: Floats) -> Held:
     """With what is at rest: parameters and states."""
     parameters, states = _at_rest(rank)
-    zero = np.zeros(len(rank.candidates))
-    rows = {"parameters": parameters, "states": states, **bytes_of}
-    return np.stack([np.broadcast_to(rows.get(name, zero), zero.shape) for name in CATEGORIES])
+    found = np.zeros((len(CATEGORIES), len(rank.candidates)))
+    for name, column in {"parameters": parameters, "states": states, **bytes_of}.items():
+        found[CATEGORIES.index(name)] = column
+    return found
 
 
+@_once
 def _at_rest(rank: Rank) -> tuple[Floats, Floats]:
     """Weights and masters; states. Offloaded, masters and states lie on the host; under zero 3 weights too."""
     stack, c, trainable = rank.stack, rank.candidates, rank.workload.trainable
@@ -144,6 +163,7 @@ def _at_rest(rank: Rank) -> tuple[Floats, Floats]:
     return masters + sharded, stack.states * rank.trained * kept * here
 
 
+@_once
 def _accumulating(rank: Rank) -> Flags:
     """Whether backwards went before the fullest moment, so that gradients stand there."""
     c = rank.candidates
@@ -151,6 +171,7 @@ def _accumulating(rank: Rank) -> Flags:
     return np.asarray(np.where(c.pp > 1, pairs > rank.flying, c.accumulation > 1))
 
 
+@_once
 def _for_good(rank: Rank) -> Flags:
     """Whether gradients have buffers that are never let go: all-reduced buckets, and those beside 16-bit weights."""
     c, stack = rank.candidates, rank.stack
@@ -158,31 +179,36 @@ def _for_good(rank: Rank) -> Flags:
     return np.asarray(((c.zero == 0) & (c.data_parallel > 1)) | ((c.zero < 2) & beside))
 
 
+@_once
 def _gradients_between(rank: Rank) -> Floats:
     """What stands between micro-batches, in bytes: whole below zero 2, else the shares."""
     c, size = rank.candidates, rank.stack.gradients * rank.trained
     kept = np.where(c.zero < 2, rank.whole.whole, rank.whole.share(rank.shards)) * size
     stands = _for_good(rank) | _accumulating(rank)
-    return np.where(stands, kept, 0.0) * _gradients_here(rank)
+    return np.asarray(np.where(stands, kept, 0.0) * _gradients_here(rank))
 
 
+@_once
 def _gradients_here(rank: Rank) -> Flags:
     """Offloaded, shares of gradients go to the host at once."""
     return np.asarray((rank.candidates.offload == OFFLOAD.index("none")) | (rank.candidates.zero < 2))
 
 
+@_once
 def _gathers(rank: Rank) -> Flags:
     """Whether a sharded module gathers its parameters: always under zero 3; below it, where nothing whole stays."""
     zero = rank.candidates.zero
     return np.asarray((zero == 3) | ((zero > 0) & (rank.stack.weights == 0)))
 
 
+@_once
 def _copies(rank: Rank) -> Flags:
     """Whether masters that are whole are cast for use, each micro-batch anew."""
     stack = rank.stack
     return np.asarray((rank.candidates.zero == 0) & (stack.weights == 0) & (stack.gathered < stack.masters))
 
 
+@_once
 def _root(rank: Rank) -> Numbers:
     """All that is not in a block: one unit, gathered whole."""
     units, tied = rank.units, rank.workload.arch.tied_embeddings
@@ -190,11 +216,13 @@ def _root(rank: Rank) -> Numbers:
     return units.embedding.times(rank.first) + head + units.norm.times(rank.last)
 
 
+@_once
 def _late_root(rank: Rank) -> Numbers:
     """Of the root what is used behind the blocks."""
     return rank.units.head.times(rank.last) + rank.units.norm.times(rank.last)
 
 
+@_once
 def _gathered(rank: Rank, blocks_in_use: float) -> Floats:
     """Bytes of parameters made whole or cast. `blocks_in_use`: of a recomputed or a gathered block, 0 or 1."""
     size, zero = rank.stack.gathered, rank.candidates.zero
@@ -213,6 +241,7 @@ def _activations(rank: Rank, done: Floats | float) -> Floats:
     return np.maximum(rank.flying * rank.stage_blocks - done, 0.0) * rank.kept
 
 
+@_once
 def _hidden(rank: Rank) -> Floats:
     """The stream between two blocks."""
     c = rank.candidates
@@ -220,9 +249,10 @@ def _hidden(rank: Rank) -> Floats:
     return np.asarray(rank.tokens * size / np.where(c.sequence_parallel, c.tp, 1))
 
 
+@_once
 def _messages(rank: Rank) -> Floats:
     """Hidden tensors and their gradients on the way between stages."""
-    return np.where(rank.candidates.pp > 1, 4.0, 0.0) * _hidden(rank)
+    return np.asarray(np.where(rank.candidates.pp > 1, 4.0, 0.0) * _hidden(rank))
 
 
 def _loss(rank: Rank) -> Held:
@@ -238,6 +268,7 @@ def _loss(rank: Rank) -> Held:
     )
 
 
+@_once
 def _still_reducing(rank: Rank) -> Floats:
     """Under zero 2 and 3 the buffer of the last block that the micro-batch before reduced is still there."""
     stays = (rank.candidates.zero >= 2) & _accumulating(rank)

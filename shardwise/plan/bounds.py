@@ -91,7 +91,7 @@ def least_split(table: Table) -> Table:
 
 
 def samples_floor(memory: HasParts) -> Reals:
-    """Bytes that no split takes away. `memory`: of `least_split`, or of a core's `mean_rank`, to be shared by pp."""
+    """Bytes that no split takes away. `memory`: of `least_split`."""
     return _sum([memory.parts[part] for part in OF_THE_BATCH if part in memory.parts])
 
 

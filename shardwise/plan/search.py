@@ -1,10 +1,11 @@
 """The search: the best plans of the whole space, exactly, without writing most of it out. No torch.
 
-Best first with bounds (plan/bounds.py), each cheaper than what it saves. A core's own arithmetic and what data parallel
-adds at least bound how fast its plans can be; with a pipeline's bubble and transfers they can only be slower; the
-bytes of a pipeline's samples and of the states that a split must keep say whether it can fit. What is left is asked of
-the cost model. Once the next bound is above the worst of the best plans found, nothing that was not looked at can be
-among them. tests/unit/test_search.py and test_search_costs.py hold it against the space written out.
+Best first with bounds (plan/bounds.py), each cheaper than what it saves. A core's own arithmetic and what its cheapest
+split adds at least bound how fast its plans can be; with a pipeline's bubble and transfers they can only be slower; the
+bytes of the states that a split must keep and of a pipeline's samples say whether it can fit. Only splits whose bounds
+let them in are written out, and what is left is asked of the cost model. Once the next bound is above the worst of the
+best plans found, nothing that was not looked at can be among them: no limit cuts a search short.
+tests/unit/test_search.py and test_search_costs.py hold it against the space written out.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +25,13 @@ from shardwise.plan.subject import Subject
 
 COLUMNS = tuple(field.name for field in fields(Candidates))
 # The first look is small: it finds a good plan, which spares most of the rest. Later ones are as large as caches like.
-FIRST_CORES, MOST_CORES, ROWS = 32, 512, 8192
+FIRST_CORES, MOST_CORES, ROWS = 64, 2048, 8192
+FIRST_PIPELINES, MOST_PIPELINES, FIRST_BYTES = 256, 4096, 256
 ROUNDING = 1e-9
 # What says how much data-parallel ranks have to send, and how much they compute meanwhile, but for a core's options.
 BATCHED = ("pp", "tp", "cp", "ep", "data_parallel", "accumulation", "micro_batch")
+# What says how many numbers a rank updates or moves to the host.
+KEPT = ("pp", "tp", "cp", "ep", "dp_replicate", "dp_shard", "zero", "offload")
 # Plans that differ in one of these are told as different; of those that agree in all, the best one.
 DISTINCT = ("pp", "tp", "cp", "ep", "zero", "recompute", "offload")
 
@@ -54,13 +58,19 @@ class StepParts(bounds.HasParts, Protocol):
     def high(self) -> Reals: ...
 
 
+Floor = Callable[[Workload, Cluster, Candidates], Reals]
+
+
 class CostModel(NamedTuple):
-    """The functions that say what plans cost, what data parallelism adds at least, and what one rank holds for sure."""
+    """The functions that say what plans cost, and what a split adds to it at least.
+
+    data_floor: of summing gradients and gathering weights; keeping_floor: of the optimizer and of offload.
+    """
 
     memory: Callable[[Workload, Cluster, Candidates], MemoryParts]
     step: Callable[[Workload, Cluster, Candidates], StepParts]
-    data_floor: Callable[[Workload, Cluster, Candidates], Reals]
-    first_rank: Callable[[Workload, Cluster, Candidates], bounds.HasParts]
+    data_floor: Floor
+    keeping_floor: Floor
 
 
 class Ranked(NamedTuple):
@@ -93,16 +103,17 @@ def search(subject: Subject, model: CostModel, top: int = 5, ceiling: float = np
     found = Found(empty, empty, space.count(task, cores) if _length(cores) else 0, 0)
     if not found.searched:
         return found
-    floors, cores["batch"] = _data_floors(subject, model, cores)
+    splits, cores["batch"] = _splits(subject, model, cores)
+    cores["least"] = splits.least()[cores["batch"]]
+    cores = space.rows(cores, np.isfinite(cores["least"]))
     cores["may_run"] = engine.may_run(cores) & subject.runs
     cores["own"] = _core_floors(subject, model, cores)
-    cores["data"] = floors.least[cores["batch"]]
-    cores["floor"] = cores["own"] + cores["data"]
+    cores["floor"] = cores["own"] + cores["least"]
     cores = space.rows(cores, np.argsort(cores["floor"], kind="stable"))
     for piece in _pieces(_length(cores)):
         some = _open(space.rows(cores, piece), found)
         if _length(some):
-            found = _look_into(subject, model, some, floors, found)
+            found = _look_into(subject, model, some, splits, found)
         elif cores["floor"][piece.start] * (1 - ROUNDING) > _worst(subject, found):
             break
     return found
@@ -120,26 +131,68 @@ def _pieces(length: int) -> Iterator[slice]:
         start, size = start + size, min(2 * size, MOST_CORES)
 
 
-class _DataFloors(NamedTuple):
-    """Seconds that data parallelism adds at least, for each split of each batch on a mesh; where each batch's start."""
+class _Splits(NamedTuple):
+    """The splits of each batch on a mesh whose states fit: their columns, and `least`, seconds that they add at least.
 
-    seconds: Reals
+    Batch after batch, each from `starts`, `counts` of them, in order of `least`.
+    """
+
+    table: Table
     starts: Column
-    least: Reals
+    counts: Column
+
+    def least(self) -> Reals:
+        """Of each batch; infinite where no states fit."""
+        found = np.full(len(self.starts), np.inf)
+        some = self.counts > 0
+        found[some] = self.table["least"][self.starts[some]]
+        return found
+
+    def within(self, pipelines: Table, ceiling: Reals) -> Table:
+        """The plans of these pipelines whose `own` and the least of their split together are not above `ceiling`."""
+        batch = pipelines["batch"]
+        room = ceiling / (1 - ROUNDING) - pipelines["own"]
+        counts = self._below(batch, room)
+        index = np.repeat(np.arange(len(batch)), counts)
+        within = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+        chosen = space.rows(self.table, self.starts[batch[index]] + within)
+        plans = {**space.rows(pipelines, index), **chosen}
+        return {**plans, "floor": plans["own"] + plans["least"]}
+
+    def _below(self, batch: Column, room: Reals) -> Column:
+        """How many of each batch's splits add no more than the room that there is: by halving, all at once."""
+        low, high = np.zeros_like(batch), self.counts[batch]
+        last = max(0, len(self.table["least"]) - 1)
+        for _ in range(int(high.max(initial=0)).bit_length()):
+            middle = (low + high) // 2
+            under = self.table["least"][np.minimum(self.starts[batch] + middle, last)] <= room
+            open_ = low < high
+            low, high = np.where(open_ & under, middle + 1, low), np.where(open_ & ~under, middle, high)
+        return low
 
 
-def _data_floors(subject: Subject, model: CostModel, cores: Table) -> tuple[_DataFloors, Column]:
-    """And the batch that each core has. Offload changes nothing of it."""
+def _splits(subject: Subject, model: CostModel, cores: Table) -> tuple[_Splits, Column]:
+    """And the batch that each core has. Offload changes nothing of what is summed."""
     batches, batch = space.distinct(cores, BATCHED)
-    table = space.with_numbered_splits(subject.task, {**batches, "batch": np.arange(_length(batches))})
-    table = space.rows(table, table["offload"] == table["offload"].min(initial=0))
-    pieces = [model.data_floor(subject.workload, subject.cluster, candidates(piece)) for piece in _chunks(table)]
-    seconds = np.concatenate(pieces)
-    counts = np.bincount(table["batch"], minlength=_length(batches))
-    starts = np.cumsum(counts) - counts
-    least = np.full(_length(batches), np.inf)
-    np.minimum.at(least, table["batch"], seconds)
-    return _DataFloors(seconds, starts, least), batch
+    length = _length(batches)
+    table = space.with_numbered_splits(subject.task, {**batches, "batch": np.arange(length)})
+    once = table["offload"] == table["offload"].min(initial=0)
+    summed = _floor(subject, model.data_floor, space.rows(table, once))
+    first = np.searchsorted(table["batch"][once], np.arange(length))
+    table["least"] = summed[first[table["batch"]] + table["split"]]
+    table = space.rows(table, bounds.states_floor(subject.workload, table) <= subject.limit)
+    meshes, mesh = space.distinct(table, KEPT)
+    table["least"] += _floor(subject, model.keeping_floor, meshes)[mesh]
+    table = space.rows(table, np.lexsort((table["least"], table["batch"])))
+    counts = np.bincount(table["batch"], minlength=length)
+    columns = {name: table[name] for name in (*space.SPLIT, "least")}
+    return _Splits(columns, np.cumsum(counts) - counts, counts), batch
+
+
+def _floor(subject: Subject, floor: Floor, table: Table) -> Reals:
+    """Of each row, a piece that caches like after another."""
+    found = [floor(subject.workload, subject.cluster, candidates(piece)) for piece in _chunks(table)]
+    return np.concatenate([np.zeros(0), *found])
 
 
 def _core_floors(subject: Subject, model: CostModel, cores: Table) -> Reals:
@@ -157,53 +210,71 @@ def _fast_enough(table: Table, seconds: Reals, found: Found) -> NDArray[np.bool_
     return np.asarray((seconds <= found.best.worst) | ((table["may_run"] != 0) & (seconds <= found.running.worst)))
 
 
-def _look_into(subject: Subject, model: CostModel, cores: Table, floors: _DataFloors, found: Found) -> Found:
-    """The plans of these cores: their pipelines in order of their bounds, then all splits of those."""
-    samples = bounds.samples_floor(_first_rank(subject, model, bounds.mean_rank(cores))) / cores["pp"]
-    table = space.with_pipelines(subject.task, space.rows(cores, samples <= subject.limit))
-    table["floor"] = bounds.pipeline_floor(table, table["own"]) + table["data"]
+def _look_into(subject: Subject, model: CostModel, cores: Table, splits: _Splits, found: Found) -> Found:
+    """The plans of these cores: their pipelines in order of what they take without their split, then its splits."""
+    table = space.with_pipelines(subject.task, cores)
+    table["floor"] = bounds.pipeline_floor(table, table["own"]) + table["least"]
     table["may_run"] = engine.may_run(table) & (table["may_run"] != 0)
-    for piece in _chunks(_open(table, found)):
-        piece = _open(piece, found)
-        piece["samples"] = bounds.samples_floor(_memory(subject, model, bounds.least_split(piece)))
-        piece = space.rows(piece, piece["samples"] <= subject.limit)
-        whole_copies = {**piece, "dp_replicate": piece["data_parallel"]}
-        piece["own"] = bounds.without_split(_step(subject, model, whole_copies))
-        piece["floor"] = piece["own"] + piece["data"]
-        piece = space.rows(piece, np.argsort(piece["floor"], kind="stable"))
-        found = _look_at_splits(subject, model, piece, floors, found)
+    table = _open(table, found)
+    if not _length(table):
+        return found
+    pieces = [{**piece, "dp_replicate": piece["data_parallel"]} for piece in _chunks(table)]
+    table["own"] = np.concatenate([bounds.without_split(_step(subject, model, piece)) for piece in pieces])
+    table["floor"] = table["own"] + table["least"]
+    table = space.rows(table, np.argsort(table["floor"], kind="stable"))
+    start, size = 0, FIRST_PIPELINES
+    while start < _length(table):
+        some = _open(space.rows(table, slice(start, start + size)), found)
+        start, size = start + size, min(2 * size, MOST_PIPELINES)
+        if not _length(some):
+            continue
+        some["samples"] = bounds.samples_floor(_memory(subject, model, bounds.least_split(some)))
+        some = space.rows(some, some["samples"] <= subject.limit)
+        if _length(some):
+            found = _look_at_splits(subject, model, some, splits, found)
     return found
 
 
-def _look_at_splits(subject: Subject, model: CostModel, pipelines: Table, floors: _DataFloors, found: Found) -> Found:
-    start, size = 0, FIRST_CORES
-    while start < _length(pipelines):
-        some = _open(space.rows(pipelines, slice(start, start + size)), found)
-        start += size
+def _look_at_splits(subject: Subject, model: CostModel, pipelines: Table, splits: _Splits, found: Found) -> Found:
+    """The plans of these pipelines that their bounds let in, and that fit by what they hold at least."""
+    running = np.where(pipelines["may_run"] != 0, found.running.worst, -np.inf)
+    plans = splits.within(pipelines, np.maximum(found.best.worst, running))
+    plans["may_run"] = engine.runs(plans) & (plans["may_run"] != 0)
+    plans = _open(plans, found)
+    least = plans["samples"] + bounds.least_states(subject.workload, plans)
+    plans = space.rows(plans, least <= subject.limit)
+    plans = space.rows(plans, np.argsort(plans["floor"], kind="stable"))
+    for piece in _chunks(plans):
+        some = _open(piece, found)
         if _length(some):
-            plans = space.with_numbered_splits(subject.task, some)
-            size = max(FIRST_CORES, ROWS * _length(some) // max(1, _length(plans)))
-            plans["floor"] = plans["own"] + floors.seconds[floors.starts[plans["batch"]] + plans["split"]]
-            plans["may_run"] = engine.runs(plans) & (plans["may_run"] != 0)
-            found = _cost(subject, model, _open(plans, found), found)
+            found = _cost(subject, model, some, found)
     return found
 
 
 def _cost(subject: Subject, model: CostModel, plans: Table, found: Found) -> Found:
-    """The plans that fit, held against the best so far."""
-    workload, limit = subject.workload, subject.limit
-    least = plans["samples"] + bounds.least_states(workload, plans)
-    plans = space.rows(plans, np.maximum(least, bounds.states_floor(workload, plans)) <= limit)
-    if not _length(plans):
-        return found
+    """The plans that fit, held against the best so far.
+
+    Seconds are told sooner than bytes: bytes are asked of what is fast enough alone, the fastest first.
+    """
     found = found._replace(costed=found.costed + _length(plans))
-    # Seconds are told sooner than bytes: bytes are asked of what is fast enough alone.
     seconds = _step(subject, model, plans).seconds
     plans, seconds = _chosen(plans, seconds, _fast_enough(plans, seconds, found))
-    if not len(seconds):
-        return found
+    order = np.argsort(seconds, kind="stable")
+    start, size = 0, FIRST_BYTES
+    while start < len(order):
+        some = order[start : start + size]
+        start, size = start + size, 2 * size
+        few, taken = _chosen(plans, seconds, some)
+        few, taken = _chosen(few, taken, _fast_enough(few, taken, found))
+        if len(taken):
+            found = _rank(subject, model, few, taken, found)
+    return found
+
+
+def _rank(subject: Subject, model: CostModel, plans: Table, seconds: Reals, found: Found) -> Found:
+    """With those of these plans that fit for sure."""
     memory = _memory(subject, model, plans)
-    plans, seconds = _chosen({**plans, "bytes": memory.device}, seconds, memory.high <= limit)
+    plans, seconds = _chosen({**plans, "bytes": memory.device}, seconds, memory.high <= subject.limit)
     return found._replace(
         best=_ranked(found.best, plans, seconds),
         running=_ranked(found.running, *_chosen(plans, seconds, plans["may_run"] != 0)),
@@ -240,15 +311,11 @@ def _step(subject: Subject, model: CostModel, table: Table) -> StepParts:
     return model.step(subject.workload, subject.cluster, candidates(table))
 
 
-def _first_rank(subject: Subject, model: CostModel, table: Table) -> bounds.HasParts:
-    return model.first_rank(subject.workload, subject.cluster, candidates(table))
-
-
 def _memory(subject: Subject, model: CostModel, table: Table) -> MemoryParts:
     return model.memory(subject.workload, subject.cluster, candidates(table))
 
 
-def _chosen(table: Table, seconds: Reals, keep: NDArray[np.bool_]) -> tuple[Table, Reals]:
+def _chosen(table: Table, seconds: Reals, keep: NDArray[np.bool_] | Column) -> tuple[Table, Reals]:
     return space.rows(table, keep), seconds[keep]
 
 

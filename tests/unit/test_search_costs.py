@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.cost.floor import data_floor
+from shardwise.cost.floor import data_floor, keeping_floor
 from shardwise.cost.step import step
 from shardwise.cost.workload import Trainable, Workload
 from shardwise.inputs.arch import preset
@@ -42,8 +42,11 @@ def test_no_plan_takes_less_than_its_bounds(arch: str, cluster: str, world: int,
     taken = step(workload, machines, candidates(plans))
     # Any options of the core give the same data floor, which the search asks for once.
     other = {**plans, "recompute": 0 * plans["pp"], "compiled": 1 + 0 * plans["pp"], "schedule": 0 * plans["pp"]}
-    data = data_floor(workload, machines, candidates({**other, "stages_per_rank": 1 + 0 * plans["pp"]}))
+    rows = candidates({**other, "stages_per_rank": 1 + 0 * plans["pp"]})
+    data, keeping = data_floor(workload, machines, rows), keeping_floor(workload, machines, rows)
     assert np.all(data <= taken.parts["data_parallel"] * ROUNDING)
+    assert np.all(keeping <= (taken.parts["optimizer"] + taken.parts["offload"]) * ROUNDING)
+    data += keeping
     assert np.all(plans["floor"] + data <= taken.seconds * ROUNDING)
     assert np.all(plans["own"] + data <= taken.seconds * ROUNDING)
 
@@ -89,13 +92,11 @@ def test_no_plan_holds_less_than_its_bounds(arch: str, world: int, kind: Trainab
     workload = Workload(shape, 2048, 32, "bf16", trainable=kind)
     cores = space.rows(space.cores(task), slice(0, None, 7))
     memory = automatic.costs().memory
-    mean = bounds.samples_floor(memory(workload, machines, candidates(bounds.mean_rank(cores)))) / cores["pp"]
-    pipelines = space.with_pipelines(task, {**cores, "mean": mean})
+    pipelines = space.with_pipelines(task, cores)
     pipelines["samples"] = bounds.samples_floor(memory(workload, machines, candidates(bounds.least_split(pipelines))))
     plans = space.with_splits(task, pipelines)
     held = memory(workload, machines, candidates(plans))
     assert np.all(held.low <= held.device) and np.all(held.device <= held.high)
     assert np.sum(list(held.parts.values()), axis=0) == pytest.approx(held.device, rel=1e-9)
-    assert np.all(plans["mean"] <= held.high * ROUNDING)
     assert np.all(bounds.states_floor(workload, plans) <= held.high * ROUNDING)
     assert np.all(plans["samples"] + bounds.least_states(workload, plans) <= held.high * ROUNDING)
