@@ -6,6 +6,7 @@ What begins with an underscore in torch, and why it is used:
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -158,6 +159,31 @@ def backward_to_weights(weights: list[nn.Parameter], rest: list[Any]) -> None:
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(iter(weights), rest)
+
+
+def pipeline_order(schedule: str, pp: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
+    """torch's own table of "zbv" or "dualpipev": of each pipeline rank (kind, stage, micro-batch), kinds F, B, I and W.
+
+    A pair that torch marks to overlap is its forward, then its backward, as torch runs it where nothing else is
+    registered. What ours in plan/schedules.py is held against.
+    """
+    from torch.distributed.pipelining import schedules  # a second of imports
+
+    torchs = {"zbv": schedules.ScheduleZBVZeroBubble, "dualpipev": schedules.ScheduleDualPipeV}[schedule]
+    shape = SimpleNamespace(pp_group_size=pp, num_stages=2 * pp, _n_microbatches=micro_batches)
+    kinds = {
+        schedules.FORWARD: "F", schedules.FULL_BACKWARD: "B",
+        schedules.BACKWARD_INPUT: "I", schedules.BACKWARD_WEIGHT: "W",
+    }  # fmt: skip
+    return [
+        [
+            (kinds[part.computation_type], part.stage_index, part.microbatch_index)
+            for action in torchs._calculate_single_rank_operations(shape, rank)
+            if action is not None
+            for part in action.sub_actions or (action,)
+        ]
+        for rank in range(pp)
+    ]
 
 
 def fake_store() -> Any:

@@ -10,7 +10,9 @@ Counts = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 # An index into these stands in the arrays.
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv")
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv", "dualpipev")
+# Of these, the ones whose first rank holds the last stage too.
+V_SHAPED = (SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev"))
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "cpu", "nvme")
 

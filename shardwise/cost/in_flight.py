@@ -1,14 +1,15 @@
 """How many (stage, micro-batch) pairs a pipeline's rank keeps at once: closed forms of plan/schedules.py's tables.
 
 Tests hold every form against `most_in_flight` of the table itself. No torch.
-Sources: 1F1B arXiv 2006.09503; interleaved arXiv 2104.04473; ZB-H1 and ZB-V arXiv 2401.10241.
+Sources: 1F1B arXiv 2006.09503; interleaved arXiv 2104.04473; ZB-H1 and ZB-V arXiv 2401.10241;
+DualPipeV, one more than ZB-V, read from its table.
 """
 
 import numpy as np
 
-from shardwise.cost.candidates import SCHEDULES, Candidates, Counts, Flags
+from shardwise.cost.candidates import SCHEDULES, V_SHAPED, Candidates, Counts, Flags
 
-_GPIPE, _ONE_F_ONE_B, _INTERLEAVED, _INTERLEAVED_ZB, _ZBV = (SCHEDULES.index(name) for name in SCHEDULES[1:])
+_GPIPE, _ONE_F_ONE_B, _INTERLEAVED, _INTERLEAVED_ZB, _ZBV, _DUAL_V = (SCHEDULES.index(name) for name in SCHEDULES[1:])
 
 
 def pairs_in_flight(candidates: Candidates, place: Counts) -> Counts:
@@ -20,9 +21,10 @@ def pairs_in_flight(candidates: Candidates, place: Counts) -> Counts:
     earlier = (per_rank - 1) * per_round
     most = np.select(
         [c.schedule == _GPIPE, c.schedule == _ONE_F_ONE_B, c.schedule == _INTERLEAVED,
-         c.schedule == _INTERLEAVED_ZB, c.schedule == _ZBV],
+         c.schedule == _INTERLEAVED_ZB, c.schedule == _ZBV, c.schedule == _DUAL_V],
         # Zero bubble keeps a micro-batch for its weights `place` backwards longer, which fills what 1F1B has left.
-        [micros, hops + 1, earlier + 2 * hops + 1, earlier + c.pp, np.minimum(2 * c.pp, micros + place + 1)],
+        [micros, hops + 1, earlier + 2 * hops + 1,
+         earlier + c.pp, np.minimum(2 * c.pp, micros + place + 1), 2 * c.pp + 1],
         1,
     )  # fmt: skip
     return np.asarray(np.minimum(most, micros * np.where(c.pp > 1, per_rank, 1)))
@@ -35,10 +37,10 @@ def layers_at(candidates: Candidates, place: Counts, layers: int) -> Counts:
     """
     c = candidates
     size, longer = np.divmod(layers, c.stages)
-    # Stages place, place + pp, ...; under zbv place and its mirror at the other end.
+    # Stages place, place + pp, ...; in a V place and its mirror at the other end.
     interleaved = np.clip(-(-(longer - place) // c.pp), 0, c.stages_per_rank)
     mirrored = (place < longer).astype(np.int64) + (2 * c.pp - 1 - place < longer)
-    return c.stages_per_rank * size + np.where(c.schedule == _ZBV, mirrored, interleaved)
+    return c.stages_per_rank * size + np.where(_in_a_v(c), mirrored, interleaved)
 
 
 def dense_layers_at(candidates: Candidates, place: Counts, layers: int, dense: int) -> Counts:
@@ -51,7 +53,7 @@ def dense_layers_at(candidates: Candidates, place: Counts, layers: int, dense: i
         return found
     size, longer = np.divmod(layers, c.stages)
     for turn in range(int(c.stages_per_rank.max(initial=1))):
-        mirrored = (c.schedule == _ZBV) & (turn % 2 == 1)
+        mirrored = _in_a_v(c) & (turn % 2 == 1)
         stage = np.where(mirrored, 2 * c.pp - 1 - place, place + turn * c.pp)
         start = stage * size + np.minimum(stage, longer)
         end = start + size + (stage < longer)
@@ -66,5 +68,9 @@ def holds_first(place: Counts) -> Flags:
 
 
 def holds_last(candidates: Candidates, place: Counts) -> Flags:
-    """Whether the rank has the head: the last one, and under zbv the first."""
-    return np.asarray(place == np.where(candidates.schedule == _ZBV, 0, candidates.pp - 1))
+    """Whether the rank has the head: the last one, and in a V the first."""
+    return np.asarray(place == np.where(_in_a_v(candidates), 0, candidates.pp - 1))
+
+
+def _in_a_v(candidates: Candidates) -> Flags:
+    return np.isin(candidates.schedule, V_SHAPED)

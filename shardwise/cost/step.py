@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwise.cost.bubble import bubble
 from shardwise.cost.calibration import TimeConstants, time_constants
-from shardwise.cost.candidates import RECOMPUTE, SCHEDULES, Candidates
+from shardwise.cost.candidates import RECOMPUTE, V_SHAPED, Candidates
 from shardwise.cost.communication import Fabric, Group, collective
 from shardwise.cost.compute import Floats, Pace, Rates, numbers
 from shardwise.cost.data_time import Held, Windows, data_seconds, offload_seconds, optimizer_seconds, waiting_seconds
@@ -31,7 +31,6 @@ COMMUNICATION = ("tensor_parallel", "context_parallel", "expert", "data_parallel
 # Source: docs.pytorch.org, torch.utils.deterministic.fill_uninitialized_memory.
 WRITTEN_SHARE = 0.4
 FULL, SELECTIVE = RECOMPUTE.index("full"), RECOMPUTE.index("selective")
-INTERLEAVED_ZB, ZBV = SCHEDULES.index("interleaved-zb"), SCHEDULES.index("zbv")
 
 
 @dataclass(frozen=True)
@@ -238,8 +237,8 @@ def _slowest(shape: Shape, run: Run, each: Units) -> Place:
     first = fewest * run.stages_per_rank + np.ceil(longer / run.pp)
     last = fewest * run.stages_per_rank + np.floor(longer / run.pp)
     alone = run.pp == 1
-    # Under zbv the first rank holds the last stage too.
-    folded = (run.schedule == ZBV) & ~alone
+    # In a V the first rank holds the last stage too.
+    folded = np.isin(run.schedule, V_SHAPED) & ~alone
     at_end = (last * layer + top > first * layer + bottom) & ~folded
     one = np.ones(1)
     return Place(

@@ -15,10 +15,8 @@ from shardwise.errors import ModelError
 from shardwise.parallel import precision
 from shardwise.parallel.buckets import DEFAULT_CAP_BYTES, BucketedDataParallel
 from shardwise.parallel.device_mesh import Mesh
+from shardwise.plan import schedules
 from shardwise.plan.plan import Decision
-
-# Schedules in which a weight's gradient may come after its stage's last announced backward.
-LATE_WEIGHTS = ("interleaved-zb", "zbv")
 
 
 class GradientSum(Protocol):
@@ -95,7 +93,8 @@ def apply(
             group=mesh.group("dp_replicate"),
             cap_bytes=_cap(decision),
             stages=stages,
-            early=decision.schedule not in LATE_WEIGHTS,
+            # A weight's gradient may come after its stage's last announced backward.
+            early=decision.schedule not in schedules.SPLIT_BACKWARD,
         )
     sharding = mesh.submesh("dp_replicate", "dp_shard")
     if sharding is None:

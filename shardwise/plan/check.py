@@ -317,7 +317,7 @@ def schedule_has_its_micro_batches(plan: Plan, world: int) -> Violation | None:
     return Violation(
         rule="schedule_has_its_micro_batches",
         what=f"{problem}: micro-batches are {decision.accumulation}, stages a rank {decision.stages_per_rank}.",
-        why="its order of forwards and backwards is made of such rounds; 1f1b takes any number of micro-batches",
+        why="its order of forwards and backwards is made for such numbers; 1f1b takes any number of micro-batches",
         fix='train.plan.schedule = "1f1b" and stages_per_rank = "auto"',
         apply={"train.plan.schedule": "1f1b", "train.plan.stages_per_rank": "auto"},
     )

@@ -9,6 +9,7 @@ zero bubble's are also in docs/decisions/005.
 from typing import Literal, NamedTuple, get_args
 
 from shardwise.inputs.recipe import PipelineSchedule
+from shardwise.plan import schedules
 from shardwise.plan.plan import Decision
 
 Data = Literal["one", "zero0", "zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3"]
@@ -51,7 +52,7 @@ class Row(NamedTuple):
         return all(words == "any" or part in words.split() for words, part in zip(self[:5], cell, strict=True))
 
 
-ZERO_BUBBLE = "interleaved-zb zbv"
+ZERO_BUBBLE = " ".join(schedules.SPLIT_BACKWARD)
 SHARDED = "zero1 zero2 zero3 hybrid1 hybrid2 hybrid3"
 CELLS = "tests/distributed/test_combinations.py::test_a_cell_that_runs_gives_the_hand_written_loop"
 COMPILED = "tests/distributed/test_combinations.py::test_a_compiled_cell_stays_within_the_rounding_bound"

@@ -3,15 +3,20 @@
 A stage is a contiguous part of the model's blocks. Every rank knows every rank's table, so that who sends what, and in
 which order it arrives, needs no word between them.
 Sources: GPipe arXiv 1811.06965; 1F1B arXiv 2006.09503; interleaved arXiv 2104.04473, with rounds of any equal length
-as in torch; zero bubble (ZB-H1 over several stages a rank, and ZB-V) arXiv 2401.10241.
+as in torch; zero bubble (ZB-H1 over several stages a rank, and ZB-V) arXiv 2401.10241; DualPipeV the steps of torch's
+ScheduleDualPipeV, after DualPipe arXiv 2412.19437.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv")
-SPLIT_BACKWARD = ("interleaved-zb", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv", "dualpipev")
+# Every backward in two halves; in dualpipev those alone that have a wait to fill.
+SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
+# Two stages a rank, down the ranks and back up again: the first rank holds the first stage and the last.
+V_SHAPED = ("zbv", "dualpipev")
 
 
 class Action(NamedTuple):
@@ -41,8 +46,8 @@ COST = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 
 def rank_of_stage(schedule: str, stage: int, pp: int) -> int:
-    """The pipeline rank that holds a stage: in turn; under zbv down the ranks and back up again."""
-    if schedule == "zbv" and stage >= pp:
+    """The pipeline rank that holds a stage: in turn; in a V down the ranks and back up again."""
+    if schedule in V_SHAPED and stage >= pp:
         return 2 * pp - 1 - stage
     return stage % pp
 
@@ -74,8 +79,10 @@ def requires(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -
         return f"{schedule} needs stages_per_rank = 1"
     if schedule == "interleaved-1f1b" and stages_per_rank < 2:
         return f"{schedule} needs stages_per_rank of at least 2"
-    if schedule == "zbv" and stages_per_rank != 2:
+    if schedule in V_SHAPED and stages_per_rank != 2:
         return f"{schedule} needs stages_per_rank = 2"
+    if schedule == "dualpipev" and micro_batches < 2 * pp:
+        return f"{schedule} needs at least {2 * pp} micro-batches, as many as stages"
     if schedule.startswith("interleaved"):
         rounds = max(1, micro_batches // pp)
         if micro_batches % rounds:
@@ -99,6 +106,8 @@ def _of_rank(schedule: str, rank: int, pp: int, stages_per_rank: int, micros: in
         return _one_forward_one_backward(rank, pp, 1, micros, warmup=pp - 1 - rank)
     if schedule == "zbv":
         return _zero_bubble_v(rank, pp, micros)
+    if schedule == "dualpipev":
+        return _dual_pipe_v(rank, pp, micros)
     per_round = micros // max(1, micros // pp)
     hops = pp - 1 - rank
     if schedule == "interleaved-1f1b":
@@ -140,20 +149,25 @@ def _one_forward_one_backward(
     return tuple(order)
 
 
+class _Order:
+    """Actions one after another. The n-th of a kind through a stage is micro-batch n's; a B is an I and a W at once."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.done = Counter[tuple[str, int]]()  # by kind, of F, I and W, and stage
+
+    def run(self, kinds: str, stage: int) -> None:
+        for kind in kinds:
+            halves = "IW" if kind == "B" else kind
+            self.actions.append(Action(kind, stage, self.done[halves[0], stage]))  # type: ignore[arg-type]
+            self.done.update((half, stage) for half in halves)
+
+
 def _zero_bubble_v(rank: int, pp: int, micros: int) -> Table:
     """ZB-V. The table is that of at least 2 pp - 1 micro-batches; with fewer, those that are not there are left out."""
     down, up = rank, 2 * pp - 1 - rank
-    planned, order, seen = max(2 * pp - 1, micros), list[Action](), dict[tuple[str, int], int]()
-
-    def run(kinds: str, stage: int) -> None:
-        for kind in kinds:
-            micro = seen.get((kind, stage), 0)
-            seen[kind, stage] = micro + 1
-            order.append(Action(kind, stage, micro))  # type: ignore[arg-type]
-
-    def done(kind: str, stage: int) -> int:
-        return seen.get((kind, stage), 0)
-
+    planned, order = max(2 * pp - 1, micros), _Order()
+    run, done = order.run, order.done
     for _ in range(2 * (pp - rank) - 1):
         run("F", down)
     for _ in range(rank):
@@ -161,8 +175,8 @@ def _zero_bubble_v(rank: int, pp: int, micros: int) -> Table:
         run("F", down)
     for _ in range(pp - rank):
         run("FIW", up)
-    while done("F", up) < done("F", down) or done("F", down) < planned:
-        if done("F", down) < planned:
+    while done["F", up] < done["F", down] or done["F", down] < planned:
+        if done["F", down] < planned:
             run("F", down)
         run("IW", down)
         run("FIW", up)
@@ -172,9 +186,45 @@ def _zero_bubble_v(rank: int, pp: int, micros: int) -> Table:
     for _ in range(pp - rank):
         run("IW", down)
     for stage in (up, down):
-        while done("W", stage) < done("I", stage):
+        while done["W", stage] < done["I", stage]:
             run("W", stage)
-    return tuple(action for action in order if action.micro < micros)
+    return tuple(action for action in order.actions if action.micro < micros)
+
+
+def _dual_pipe_v(rank: int, pp: int, micros: int) -> Table:
+    """DualPipeV. Its pairs of a forward and a backward, which torch marks to overlap, run one after the other here."""
+    down, up, behind = rank, 2 * pp - 1 - rank, pp - 1 - rank
+    order = _Order()
+    run = order.run
+    for _ in range(2 * behind):
+        run("F", down)
+    for _ in range(rank + 1):
+        run("F", down)
+        run("F", up)
+    for _ in range(behind):
+        run("IWF", up)
+    for _ in range(micros - 2 * pp + rank + 1):
+        run("F", down)
+        run("B", up)
+        run("F", up)
+        run("B", down)
+    for _ in range(behind):
+        run("B", up)
+        run("F", up)
+        run("B", down)
+    # No forward is left. The second half of the backwards goes to the input alone, and its weights fill the waits.
+    left = [up, down] * (rank + 1)
+    late = left[rank + 1 :] + [down] * behind
+    for stage in left[: rank + 1]:
+        run("B", stage)
+    for stage in left[rank + 1 :]:
+        run("I", stage)
+    for stage in late[:behind]:
+        run("W", stage)
+        run("I", down)
+    for stage in late[behind:]:
+        run("W", stage)
+    return tuple(order.actions)
 
 
 def forward_actions(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> tuple[Table, ...]:
@@ -262,8 +312,8 @@ def idle_fraction(tables: Sequence[Table], stages: int) -> float:
 def most_in_flight(table: Table) -> int:
     """The most (stage, micro-batch) pairs whose activations a rank keeps at one time."""
     held, most = 0, 0
-    split = any(action.kind == "W" for action in table)
     for action in table:
-        held += {"F": 1, "W" if split else "B": -1}.get(action.kind, 0)
+        # The weights' half of a backward reads them too.
+        held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
         most = max(most, held)
     return most

@@ -33,7 +33,7 @@ def arguments(cell: Cell) -> dict[str, Any]:
         mesh |= {"dp_replicate" if cell.data == "zero0" else "dp_shard": 2}
     if cell.tensor == "yes":
         mesh |= {"tp": 2}
-    two = cell.schedule in ("interleaved-1f1b", "interleaved-zb", "zbv")
+    two = cell.schedule not in ("none", "gpipe", "1f1b")
     return {
         "mesh": mesh, "zero": 0 if cell.data == "one" else int(cell.data[-1]), "schedule": cell.schedule,
         "stages_per_rank": 2 if two else 1, "recompute": cell.recompute, "compile": cell.compile,

@@ -78,6 +78,7 @@ MATRIX = [
     case("tp2 dp_shard2", 3, recompute="selective"),
     case("pp2", 0, TIED, schedule="1f1b", accumulation=3, recompute="full"),
     case("pp2 dp_shard2 tp2", 1, schedule="1f1b", accumulation=3, recompute="selective"),
+    case("pp2", 0, TIED, schedule="dualpipev", stages_per_rank=2, accumulation=5),
 ]  # fmt: skip
 
 

@@ -6,12 +6,18 @@ import pytest
 
 from tests.distributed.pool import Pool
 
-# (schedule, ranks, stages a rank, micro-batches); five blocks on three and four stages are uneven.
+
+def nightly(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
+# (schedule, ranks, stages a rank, micro-batches); blocks make uneven stages: five, or one more than stages.
 SCHEDULES = [
     ("gpipe", 2, 1, 4), ("gpipe", 3, 1, 2), ("1f1b", 2, 1, 4), ("1f1b", 3, 1, 5), ("1f1b", 4, 1, 3), ("1f1b", 4, 1, 7),
     ("interleaved-1f1b", 2, 2, 4), ("interleaved-1f1b", 3, 2, 3), ("interleaved-1f1b", 4, 2, 8),
     ("interleaved-zb", 2, 1, 4), ("interleaved-zb", 3, 2, 3), ("interleaved-zb", 4, 1, 8),
     ("zbv", 2, 2, 4), ("zbv", 3, 2, 6), ("zbv", 4, 2, 2),
+    ("dualpipev", 2, 2, 5), nightly("dualpipev", 3, 2, 6), nightly("dualpipev", 4, 2, 9),
 ]  # fmt: skip
 
 
@@ -30,7 +36,7 @@ def test_every_schedule_gives_one_process_s_gradients(
     pool: Pool, schedule: str, world: int, stages: int, micros: int, tied: bool
 ) -> None:
     """fp64 logic tier: 1e-10 leaves rounding a factor of 1e5."""
-    blocks = max(5, world * stages)
+    blocks = world * stages + 1 if stages > 1 else 5
     arguments = {"schedule": schedule, "stages_per_rank": stages, "micros": micros, "blocks": blocks, "tied": tied}
     found = run(pool, world, kind="decoder", **arguments)
     assert worst(found) < 1e-10
@@ -50,8 +56,11 @@ def test_every_schedule_gives_one_process_s_gradients(
 @pytest.mark.parametrize("kind", ["mlp", "positions", "split"])
 @pytest.mark.parametrize(
     ("schedule", "world", "stages", "micros", "blocks"),
-    [("1f1b", 3, 1, 4, 5), ("interleaved-1f1b", 2, 2, 4, 5), ("zbv", 2, 2, 4, 5)],
-)
+    [
+        ("1f1b", 3, 1, 4, 5), ("interleaved-1f1b", 2, 2, 4, 5), ("zbv", 2, 2, 4, 5),
+        nightly("dualpipev", 2, 2, 4, 5),
+    ],
+)  # fmt: skip
 def test_every_kind_of_module_is_staged(
     pool: Pool, kind: str, schedule: str, world: int, stages: int, micros: int, blocks: int
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.inputs.recipe import PipelineSchedule
 from shardwise.plan import check
+from shardwise.plan.schedules import V_SHAPED
 from tests.distributed import work
 from tests.distributed.pool import Pool
 from tests.distributed.test_parity import STEPS, worst
@@ -30,7 +31,7 @@ def plans(draw: st.DrawFn, most_ranks: int) -> dict[str, Any]:
     schedule, stages = "none", 1
     if mesh["pp"] > 1:
         schedule = draw(st.sampled_from(PipelineSchedule.__args__))
-        stages = 2 if schedule == "zbv" else draw(st.integers(2, 3)) if schedule.startswith("inter") else 1
+        stages = 2 if schedule in V_SHAPED else draw(st.integers(2, 3)) if schedule.startswith("inter") else 1
     kv_heads = mesh["tp"] * draw(st.integers(1, 2))
     shape = {
         "num_layers": draw(st.integers(mesh["pp"] * stages, mesh["pp"] * stages + 2)),
@@ -48,7 +49,7 @@ def plans(draw: st.DrawFn, most_ranks: int) -> dict[str, Any]:
         "zero": zero,
         "schedule": schedule,
         "stages_per_rank": stages,
-        "accumulation": draw(st.integers(1, 4)),
+        "accumulation": draw(st.integers(1, 4)) + (2 * mesh["pp"] - 1 if schedule == "dualpipev" else 0),
         "recompute": draw(st.sampled_from(["none", "none", "selective", "full"])),
         "model": {"sequence_parallel": draw(st.sampled_from(["auto", False]))},
         "shape": shape,

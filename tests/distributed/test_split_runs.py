@@ -22,13 +22,14 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp and tp": (4, {"pp": 2, "tp": 2}),
     "recompute": (2, {"zero": 3, "recompute": "full"}),
 }
-SPLIT = pytest.mark.parametrize("split", SPLITS)
+AT_NIGHT = {"dualpipev": (2, {"pp": 2, "schedule": "dualpipev", "stages_per_rank": 2})}
+SPLIT = pytest.mark.parametrize("split", [*SPLITS, *(pytest.param(one, marks=pytest.mark.nightly) for one in AT_NIGHT)])
 
 
 @SPLIT
 def test_a_resumed_run_gives_the_bits_of_one_that_was_never_stopped(pool: Pool, tmp_path: Path, split: str) -> None:
     """With dropout, after the first step, in the middle and before the last."""
-    world, plan = SPLITS[split]
+    world, plan = (SPLITS | AT_NIGHT)[split]
     unbroken = pool.run(world, f"{RUNS}:run", folder=str(tmp_path / "a"), plan=plan, breaks=[])
     broken = pool.run(world, f"{RUNS}:run", folder=str(tmp_path / "b"), plan=plan, breaks=[1, 3, 5])
     assert broken == unbroken
@@ -40,7 +41,7 @@ def test_a_resumed_run_gives_the_bits_of_one_that_was_never_stopped(pool: Pool, 
 @SPLIT
 def test_named_losses_and_metrics_are_one_process_on_every_rank(pool: Pool, tmp_path: Path, split: str) -> None:
     one = pool.run(1, f"{RUNS}:named_losses", folder=str(tmp_path / "one"), plan={})[0]
-    world, plan = SPLITS[split]
+    world, plan = (SPLITS | AT_NIGHT)[split]
     for told in pool.run(world, f"{RUNS}:named_losses", folder=str(tmp_path / "many"), plan=plan):
         for found, expected in zip(told["losses"] + told["metrics"], one["losses"] + one["metrics"], strict=True):
             assert found == pytest.approx(expected, rel=1e-10)
@@ -50,7 +51,7 @@ def test_named_losses_and_metrics_are_one_process_on_every_rank(pool: Pool, tmp_
 @SPLIT
 def test_an_own_loop_is_one_process(pool: Pool, split: str) -> None:
     one = pool.run(1, f"{RUNS}:own_loop", plan={})[0]
-    world, plan = SPLITS[split]
+    world, plan = (SPLITS | AT_NIGHT)[split]
     for told in pool.run(world, f"{RUNS}:own_loop", plan=plan):
         np.testing.assert_allclose(told, one, rtol=1e-10)
 

@@ -80,6 +80,13 @@ BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
         2,
     ),
     (
+        "schedule_has_its_micro_batches",
+        ["train.plan.pp=2", "train.plan.schedule=dualpipev", "batch.global_batch=3"],
+        SMALL,
+        CPU,
+        2,
+    ),
+    (
         "combination_runs",
         ["train.plan.pp=2", "train.plan.zero=3", "train.plan.dp_shard=2", "train.plan.schedule=zbv"],
         SMALL,
@@ -166,6 +173,7 @@ def test_a_broken_rule_is_found_and_its_fix_makes_it_go_away(
         ),
         (["train.plan.pp=2", "train.plan.tp=5", "train.devices=10"], "model.sequence_parallel = false"),
         (["train.plan.pp=2", "train.plan.schedule=zbv", "train.plan.zero=3", "train.devices=4"], "'1f1b'"),
+        (["train.plan.pp=2", "train.plan.schedule=dualpipev", "batch.global_batch=3", "train.devices=2"], '"1f1b"'),
     ],
 )
 def test_all_fixes_together_give_a_plan_that_runs(overrides: list[str], said: str) -> None:

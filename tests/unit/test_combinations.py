@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.plan import combinations
+from shardwise.plan import combinations, schedules
 from shardwise.plan.combinations import COMPILE, DATA, RECOMPUTE, SCHEDULES, TABLE, TENSOR, Cell, Refusal
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_what_runs_names_a_test_that_exists(test: str) -> None:
 def test_zero_bubble_takes_whole_copies_alone_and_any_other_schedule_any_sharding() -> None:
     for cell in ALL:
         refused = isinstance(combinations.verdict(cell), Refusal)
-        if cell.schedule in ("interleaved-zb", "zbv"):
+        if cell.schedule in schedules.SPLIT_BACKWARD:
             assert refused == (cell[1:4] not in (("one", "none", "off"), ("zero0", "none", "off")))
         elif cell.compile == "off":
             assert not refused

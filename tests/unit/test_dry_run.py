@@ -108,6 +108,9 @@ CASES = {
     "zero bubble in a V, copies, tensor": made(
         {"pp": 2, "dp_replicate": 2, "tp": 2}, 0, {"num_layers": 4}, schedule="zbv", stages_per_rank=2, accumulation=4
     ),
+    "zero bubble in a V, by pairs": made(
+        {"pp": 2}, 0, {"num_layers": 4}, schedule="dualpipev", stages_per_rank=2, accumulation=5
+    ),
     "four axes": made(
         {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}, 1, schedule="1f1b", accumulation=2, precision="bf16"
     ),

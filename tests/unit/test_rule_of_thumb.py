@@ -118,6 +118,7 @@ def test_a_pipeline_has_four_micro_batches_a_stage_where_the_batch_allows(batch:
         (["schedule=interleaved-1f1b"], "interleaved-1f1b", 2),
         (["schedule=interleaved-zb"], "interleaved-zb", 2),
         (["schedule=zbv"], "zbv", 2),
+        (["schedule=dualpipev"], "dualpipev", 2),
         (["schedule=interleaved-zb", "stages_per_rank=1"], "interleaved-zb", 1),
     ],
 )

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardwise import torch_private
+from shardwise.plan import schedules
 
 PACKAGE = Path(torch_private.__file__).parent
 PRIVATE = re.compile(
@@ -116,6 +117,14 @@ def test_a_backward_in_two_halves_gives_the_gradients_of_one(scalar: bool) -> No
         torch_private.backward_to_weights(weights, rest)
     for found, wanted in zip([received.grad, *(w.grad for w in weights)], expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", schedules.V_SHAPED)
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 5, 8])
+def test_our_table_of_a_v_is_torchs_own(schedule: str, pp: int) -> None:
+    for micros in [one for one in range(1, 4 * pp + 2) if not schedules.requires(schedule, pp, 2, one)]:
+        ours = schedules.actions(schedule, pp, 2, micros)
+        assert [[tuple(a) for a in table] for table in ours] == torch_private.pipeline_order(schedule, pp, micros)
 
 
 def test_a_storage_that_changes_its_size_is_seen_and_the_method_is_torchs_own_again() -> None:
