@@ -61,6 +61,8 @@ def data_seconds(run: Run, held: Held, windows: Windows, fabric: Fabric, known: 
 
 def _frozen_gather(run: Run, held: Held, spread: Floats, fabric: Fabric, known: TimeConstants) -> Floats:
     """Seconds to gather once the weights that do not train, as wide as they are kept."""
+    if not np.any(held.frozen > 0):
+        return np.zeros(1)
     kept = replace(run, gathered=np.minimum(run.gathered, run.base_bytes))
     places = (run.shard * run.cp, run.tp), (spread, run.tp * run.ep)
     found = [
