@@ -78,10 +78,12 @@ def with_facts(cluster: Cluster, found: Measured) -> Cluster:
 def writable(output: str) -> Path:
     """The path of the file to write. Raises: RecipeError where there cannot be one, or a person's file is there."""
     path = Path(output or DEFAULT_FILE)
-    if path.suffix not in (".toml", ".json"):
-        raise RecipeError(f"{path} is no cluster file's name.", fix=f"give one that ends in .toml: -o {path.stem}.toml")
     if path.is_dir():
-        raise RecipeError(f"{path} is a folder.", fix=f"-o {path}/cluster.toml")
+        raise RecipeError(f"{path} is a folder.", fix=f"-o {path / DEFAULT_FILE}")
+    if path.suffix not in (".toml", ".json"):
+        raise RecipeError(
+            f"{path} is no name of a cluster file.", fix=f"give one that ends in .toml: -o {path.stem}.toml"
+        )
     if not path.parent.is_dir():
         raise RecipeError(
             f"There is no folder {path.parent} for {path.name}.", fix=f"mkdir -p {path.parent}, or give another path"

@@ -75,7 +75,8 @@ def _head(told: Planned) -> str:
     asked = f" ({cluster.asked})" if cluster.asked not in ("", cluster.name) else ""
     step = f"{work.global_batch:,} samples of {work.sequence_length:,} tokens a step, {work.precision}"
     assumed = f"; assumed: {', '.join(told.assumed)}" if told.assumed else ""
-    return f"{model}\n{cluster.name}{asked}: {gpus}\n{step}{assumed}"
+    measured = f"\nmeasured values are used: {cluster.measured.by}" if cluster.measured else ""
+    return f"{model}\n{cluster.name}{asked}: {gpus}{measured}\n{step}{assumed}"
 
 
 def _table(told: tuple[Choice, ...], chosen: Choice, limit: float) -> list[str]:
@@ -236,6 +237,7 @@ def as_json(told: Planned) -> str:
         "assumed": list(told.assumed),
         "shortfall": _shortfall(told.shortfall),
         "reason": told.reason,
+        "measured": None if done.subject.cluster.measured is None else done.subject.cluster.measured.by,
     }
     return json.dumps(found)
 
