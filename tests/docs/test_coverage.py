@@ -7,6 +7,8 @@ import pytest
 from tests.docs.blocks import ROOT
 from tests.docs.coverage import BEGIN, END, Works, rows, table
 
+VERBS = ("plan", "verify", "train", "run", "doctor", "dev")
+
 
 @pytest.mark.parametrize("row", [row for row in rows() if isinstance(row, Works)], ids=lambda row: row.claim[:40])
 def test_what_works_has_its_module_and_its_test(row: Works) -> None:
@@ -16,7 +18,7 @@ def test_what_works_has_its_module_and_its_test(row: Works) -> None:
         node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
     }
     assert name in functions
-    assert row.command.split()[:2] in [["shardwise", verb] for verb in ("plan", "verify", "train", "run", "doctor")]
+    assert row.command.split()[:2] in [["shardwise", verb] for verb in VERBS]
 
 
 def test_no_claim_stands_twice() -> None:
