@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwise.cost.calibration import TimeConstants, time_constants
+from shardwise.cost.calibration import TimeConstants, memory_constants, time_constants
 from shardwise.cost.candidates import RECOMPUTE, Candidates
 from shardwise.cost.compute import Floats, Pace
 from shardwise.cost.data_time import Windows, data_seconds, offload_seconds, optimizer_seconds
@@ -46,6 +46,14 @@ def keeping_floor(
     update = optimizer_seconds(inputs.run, held, Pace.of(inputs.rates, known), known)
     moved = offload_seconds(inputs.run, held, known)
     return np.broadcast_to(update + moved, len(candidates)).astype(np.float64)
+
+
+def bytes_floor(cluster: Cluster, live: Floats) -> Floats:
+    """Of a device with so many bytes of live tensors or more, the least upper end of `memory`'s interval."""
+    known = memory_constants()
+    on_gpu = cluster.device.kind == "gpu"
+    reserved = live * (1 + known.reserved_share * on_gpu) + known.context_bytes * on_gpu
+    return np.asarray(reserved * np.exp(known.interval_base))
 
 
 def _fewest(inputs: Inputs) -> Place:

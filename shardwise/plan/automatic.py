@@ -4,6 +4,7 @@ What the user wrote down by hand (train.plan as a table) and modules of unknown 
 thumb; its plan also stands beside the searched ones. No torch.
 """
 
+import functools
 import importlib.metadata
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,11 +83,11 @@ def _plainness(one: Choice) -> tuple[int, ...]:
 
 def costs() -> CostModel:
     """The cost model: imported when something is planned."""
-    from shardwise.cost.floor import data_floor, keeping_floor
+    from shardwise.cost.floor import bytes_floor, data_floor, keeping_floor
     from shardwise.cost.memory import memory
     from shardwise.cost.step import step
 
-    return CostModel(memory, step, data_floor, keeping_floor)
+    return CostModel(memory, step, functools.partial(memory, rank="first"), bytes_floor, data_floor, keeping_floor)
 
 
 def searched(

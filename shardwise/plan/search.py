@@ -64,11 +64,15 @@ Floor = Callable[[Workload, Cluster, Candidates], Reals]
 class CostModel(NamedTuple):
     """The functions that say what plans cost, and what a split adds to it at least.
 
+    first_rank: memory of a pipeline's first rank alone. bytes_floor: how high the interval of a device's bytes goes at
+    least, with so many bytes of live tensors.
     data_floor: of summing gradients and gathering weights; keeping_floor: of the optimizer and of offload.
     """
 
     memory: Callable[[Workload, Cluster, Candidates], MemoryParts]
     step: Callable[[Workload, Cluster, Candidates], StepParts]
+    first_rank: Callable[[Workload, Cluster, Candidates], bounds.HasParts]
+    bytes_floor: Callable[[Cluster, Reals], Reals]
     data_floor: Floor
     keeping_floor: Floor
 
@@ -180,7 +184,7 @@ def _splits(subject: Subject, model: CostModel, cores: Table) -> tuple[_Splits, 
     summed = _floor(subject, model.data_floor, space.rows(table, once))
     first = np.searchsorted(table["batch"][once], np.arange(length))
     table["least"] = summed[first[table["batch"]] + table["split"]]
-    table = space.rows(table, bounds.states_floor(subject.workload, table) <= subject.limit)
+    table = space.rows(table, _can_fit(subject, model, bounds.states_floor(subject.workload, table)))
     meshes, mesh = space.distinct(table, KEPT)
     table["least"] += _floor(subject, model.keeping_floor, meshes)[mesh]
     table = space.rows(table, np.lexsort((table["least"], table["batch"])))
@@ -228,8 +232,9 @@ def _look_into(subject: Subject, model: CostModel, cores: Table, splits: _Splits
         start, size = start + size, min(2 * size, MOST_PIPELINES)
         if not _length(some):
             continue
-        some["samples"] = bounds.samples_floor(_memory(subject, model, bounds.least_split(some)))
-        some = space.rows(some, some["samples"] <= subject.limit)
+        least_split = candidates(bounds.least_split(some))
+        some["samples"] = bounds.samples_floor(model.first_rank(subject.workload, subject.cluster, least_split))
+        some = space.rows(some, _can_fit(subject, model, some["samples"]))
         if _length(some):
             found = _look_at_splits(subject, model, some, splits, found)
     return found
@@ -242,7 +247,7 @@ def _look_at_splits(subject: Subject, model: CostModel, pipelines: Table, splits
     plans["may_run"] = engine.runs(plans) & (plans["may_run"] != 0)
     plans = _open(plans, found)
     least = plans["samples"] + bounds.least_states(subject.workload, plans)
-    plans = space.rows(plans, least <= subject.limit)
+    plans = space.rows(plans, _can_fit(subject, model, least))
     plans = space.rows(plans, np.argsort(plans["floor"], kind="stable"))
     for piece in _chunks(plans):
         some = _open(piece, found)
@@ -309,6 +314,11 @@ def candidates(table: Table) -> Candidates:
 
 def _step(subject: Subject, model: CostModel, table: Table) -> StepParts:
     return model.step(subject.workload, subject.cluster, candidates(table))
+
+
+def _can_fit(subject: Subject, model: CostModel, live: Reals) -> NDArray[np.bool_]:
+    """Whether a rank that holds so many bytes or more may fit for sure."""
+    return np.asarray(model.bytes_floor(subject.cluster, live) * (1 - ROUNDING) <= subject.limit)
 
 
 def _memory(subject: Subject, model: CostModel, table: Table) -> MemoryParts:

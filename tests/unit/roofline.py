@@ -99,4 +99,9 @@ def keeping_floor(workload: Workload, cluster: Cluster, c: Candidates) -> Reals:
     return parts["optimizer"] + parts["offload"]
 
 
-ROOFLINE = CostModel(memory, step, data_floor, keeping_floor)
+def bytes_floor(cluster: Cluster, live: Reals) -> Reals:
+    """The upper end with the context."""
+    return 1.1 * (live + 1e9)
+
+
+ROOFLINE = CostModel(memory, step, memory, bytes_floor, data_floor, keeping_floor)

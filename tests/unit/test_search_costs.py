@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.cost.floor import data_floor, keeping_floor
+from shardwise.cost.floor import bytes_floor, data_floor, keeping_floor
 from shardwise.cost.step import step
 from shardwise.cost.workload import Trainable, Workload
 from shardwise.inputs.arch import preset
@@ -91,12 +91,15 @@ def test_no_plan_holds_less_than_its_bounds(arch: str, world: int, kind: Trainab
     task = Task(shape, 2048, 32, world, 8)
     workload = Workload(shape, 2048, 32, "bf16", trainable=kind)
     cores = space.rows(space.cores(task), slice(0, None, 7))
-    memory = automatic.costs().memory
+    memory, first_rank = automatic.costs().memory, automatic.costs().first_rank
     pipelines = space.with_pipelines(task, cores)
-    pipelines["samples"] = bounds.samples_floor(memory(workload, machines, candidates(bounds.least_split(pipelines))))
+    pipelines["samples"] = bounds.samples_floor(
+        first_rank(workload, machines, candidates(bounds.least_split(pipelines)))
+    )
     plans = space.with_splits(task, pipelines)
     held = memory(workload, machines, candidates(plans))
     assert np.all(held.low <= held.device) and np.all(held.device <= held.high)
     assert np.sum(list(held.parts.values()), axis=0) == pytest.approx(held.device, rel=1e-9)
-    assert np.all(bounds.states_floor(workload, plans) <= held.high * ROUNDING)
-    assert np.all(plans["samples"] + bounds.least_states(workload, plans) <= held.high * ROUNDING)
+    for live in (bounds.states_floor(workload, plans), plans["samples"] + bounds.least_states(workload, plans)):
+        assert np.all(bytes_floor(machines, live) <= held.high * ROUNDING)
+    assert np.all(bytes_floor(machines, held.logical) <= held.high * ROUNDING)
