@@ -110,6 +110,8 @@ def search(subject: Subject, model: CostModel, top: int = 5, ceiling: float = np
     splits, cores["batch"] = _splits(subject, model, cores)
     cores["least"] = splits.least()[cores["batch"]]
     cores = space.rows(cores, np.isfinite(cores["least"]))
+    if not _length(cores):
+        return found
     cores["may_run"] = engine.may_run(cores) & subject.runs
     cores["own"] = _core_floors(subject, model, cores)
     cores["floor"] = cores["own"] + cores["least"]

@@ -18,7 +18,7 @@ class Seconds:
 
     @property
     def seconds(self) -> Reals:
-        return np.sum(list(self.parts.values()), axis=0)
+        return np.asarray(np.sum(list(self.parts.values()), axis=0))
 
     @property
     def low(self) -> Reals:
@@ -35,7 +35,7 @@ class Bytes:
 
     @property
     def device(self) -> Reals:
-        return np.sum(list(self.parts.values()), axis=0)
+        return np.asarray(np.sum(list(self.parts.values()), axis=0))
 
     @property
     def low(self) -> Reals:

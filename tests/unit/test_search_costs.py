@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.cost.floor import bytes_floor, data_floor, keeping_floor
+from shardwise.cost.memory import memory
 from shardwise.cost.step import step
 from shardwise.cost.workload import Trainable, Workload
 from shardwise.inputs.arch import preset
@@ -91,7 +92,7 @@ def test_no_plan_holds_less_than_its_bounds(arch: str, world: int, kind: Trainab
     task = Task(shape, 2048, 32, world, 8)
     workload = Workload(shape, 2048, 32, "bf16", trainable=kind)
     cores = space.rows(space.cores(task), slice(0, None, 7))
-    memory, first_rank = automatic.costs().memory, automatic.costs().first_rank
+    first_rank = automatic.costs().first_rank
     pipelines = space.with_pipelines(task, cores)
     pipelines["samples"] = bounds.samples_floor(
         first_rank(workload, machines, candidates(bounds.least_split(pipelines)))
