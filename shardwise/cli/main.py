@@ -87,7 +87,7 @@ def plan(
     ] = "",
     cluster: Annotated[
         str, typer.Option("--cluster", help="local, 4x8xH100, 4xp5.48xlarge, 8xA100+8xL4, a cluster file.")
-    ] = "local",
+    ] = "",
     overrides: Overrides = None,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Write the best plan to this file.")] = None,
     as_json: AsJson = False,

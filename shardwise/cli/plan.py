@@ -6,6 +6,7 @@ from typing import NamedTuple
 from shardwise.cli import plan_target
 from shardwise.cli.plan_answers import Wanted, answers
 from shardwise.errors import EXIT_BAD_INPUT, EXIT_DONE, RecipeError
+from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster, parse_cluster
 from shardwise.inputs.recipe import Recipe
@@ -38,7 +39,8 @@ def plan(asked: Asked) -> int:
     2 where nothing fits.
     """
     fixes = fixed.parse(asked.fixes)
-    cluster = parse_cluster(asked.cluster, local.probe_cluster() if asked.cluster == "local" else None)
+    named = asked.cluster or _named_by_recipe(asked)
+    cluster = parse_cluster(named, local.probe_cluster() if named == "local" else None)
     target = plan_target.of(asked.target, asked.overrides, cluster.kind)
     if not isinstance(target.shape, Arch) or not automatic.can_predict(target.recipe, cluster):
         return _by_thumb(asked, target.recipe, target.shape, cluster)
@@ -47,6 +49,13 @@ def plan(asked: Asked) -> int:
         _write(asked, told)
     print(report.as_json(told) if asked.as_json else report.text(told))
     return EXIT_BAD_INPUT if told.plan is None else EXIT_DONE
+
+
+def _named_by_recipe(asked: Asked) -> str:
+    """The machines that a recipe trains on; "local" of what is no recipe."""
+    if Path(asked.target).suffix != ".toml":
+        return "local"
+    return recipes.load(asked.target, asked.overrides).train.cluster
 
 
 def _planned(question: Question, asked: Asked, assumed: tuple[str, ...]) -> Planned:

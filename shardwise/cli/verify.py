@@ -58,7 +58,8 @@ def verify(asked: Asked) -> int:
 def load(asked: Asked) -> Plan:
     """The plan in a file, or the one that a recipe leads to on this machine. Raises: RecipeError."""
     if Path(asked.target).suffix == ".toml":
-        recipe, cluster = recipes.load(asked.target, asked.overrides), local.probe_cluster()
+        recipe = recipes.load(asked.target, asked.overrides)
+        cluster = local.cluster_here(recipe.train.cluster)
         return automatic.plan(recipe, arch_of(recipe.model, cluster.kind), cluster)
     if asked.overrides:
         raise RecipeError(

@@ -38,6 +38,8 @@ class Journal:
         self.valid_loss: float | None = None
         self.samples, self.tokens, self.seconds = 0, 0, 0.0
         self.recent: list[tuple[int, float]] = []
+        # Asked before anything is trained: what the cost model cannot do is no reason to fail at the end of a run.
+        self.predicted = predict(plan) if ranks.is_main() else None
         self.made, self.step_seconds = 0, deque[float](maxlen=COMPARED_STEPS)
         sinks: list[EventSink] = []
         if ranks.is_main():
@@ -124,9 +126,9 @@ class Journal:
         """The prediction beside the measurement, once this attempt has made a step after its warm-up."""
         if not self.step_seconds or not ranks.is_main():
             return
-        estimate = predict(self.plan)
+        estimate = self.predicted
         if estimate is None:
-            self.events.emit(happened.Compared(why_none=why_none(self.plan) or "this plan is not in the cost model"))
+            self.events.emit(happened.Compared(why_none=why_none(self.plan) or "the cost model has no such plan"))
             return
         self.events.emit(
             happened.Compared(

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli import measure
+from shardwise.cli import plan as plan_verb
 from shardwise.cost.candidates import Candidates
 from shardwise.cost.probed import ProductLaw, speeds
 from shardwise.cost.step import Step, step
@@ -382,7 +383,9 @@ def test_a_trainer_s_token_data_has_a_known_length_and_is_searched() -> None:
     assert "length of the samples" in why_none(other) or "shape" in why_none(other)
 
 
-def test_a_recipe_that_names_a_measured_file_is_planned_by_it(tmp_path: Path) -> None:
+def test_a_recipe_that_names_a_measured_file_is_planned_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.toml"
     here = local.probe_cluster()
     path.write_text(file.as_toml(probed(FACTS, here)))
@@ -392,3 +395,10 @@ def test_a_recipe_that_names_a_measured_file_is_planned_by_it(tmp_path: Path) ->
     assert made.cluster.measured == FACTS
     assert made.estimate is not None
     assert setup.make_plan(small_recipe(), decoder).cluster.measured is None
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'[model]\npreset = "decoder-2m"\n[data]\ntext = ["x"]\n[batch]\nglobal_batch = 16\n'
+        f'[train]\nsteps = 5\ncluster = "{path}"\n'
+    )
+    plan_verb.plan(plan_verb.Asked(str(recipe), "", (), None, False))
+    assert "measured values are used: a probe" in capsys.readouterr().out
