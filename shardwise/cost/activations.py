@@ -80,6 +80,11 @@ def of_block(workload: Workload, sparse: bool) -> Kept:
     return Kept(kept, again, _beside_ffn(workload, sparse), _beside_norm(workload), _sum(inner))  # type: ignore[arg-type]
 
 
+def of_norm(workload: Workload) -> Widths:
+    """What one norm keeps without recompute, its input and its result with it."""
+    return _sum(_norm(workload, "head"))
+
+
 def compute_bytes(workload: Workload) -> int:
     """Of one number of an activation."""
     return COMPUTE_BYTES[workload.precision]

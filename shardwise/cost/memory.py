@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from shardwise.cost.calibration import memory_constants
-from shardwise.cost.candidates import Candidates
-from shardwise.cost.moments import CATEGORIES, Floats, Held, Rank, moments
+from shardwise.cost.calibration import MemoryConstants, memory_constants
+from shardwise.cost.candidates import Candidates, Flags
+from shardwise.cost.moments import CATEGORIES, Floats, Held, Rank, moments, stepping
 from shardwise.cost.published_engine import MeasuredRank, MemoryKind
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
@@ -74,10 +74,18 @@ class Memory:
         return np.asarray(self.device * self.above)
 
 
-def memory(workload: Workload, cluster: Cluster, candidates: Candidates, rank: MeasuredRank = "fullest") -> Memory:
-    """What each candidate holds; on the fullest rank, or on the first or the last of the pipeline."""
-    held, total = _peak(workload, candidates, rank)
-    known = memory_constants()
+COMMITTED = memory_constants()
+
+
+def memory(
+    workload: Workload, cluster: Cluster, candidates: Candidates, rank: MeasuredRank = "fullest",
+    known: MemoryConstants = COMMITTED,
+) -> Memory:  # fmt: skip
+    """What each candidate holds; on the fullest rank, or on the first or the last of the pipeline.
+
+    known: constants of what is reserved beyond tensors, and of the interval; a fit tries others than the committed.
+    """
+    held, total, flat = _peak(workload, candidates, rank)
     on_gpu = cluster.device.kind == "gpu"
     ranks = candidates.world
     context = known.context_bytes + np.where(ranks > 1, known.communicator_bytes, 0.0)
@@ -86,6 +94,7 @@ def memory(workload: Workload, cluster: Cluster, candidates: Candidates, rank: M
     )
     context = context + known.group_bytes * groups
     allocator = known.reserved_share * total + np.where(candidates.zero == 3, known.reserved_sharded, 0.0) * total
+    allocator = allocator + flat
     spread = np.hypot(known.interval_base, known.interval_activations * (held[4] + held[5] + held[7]) / total)
     return Memory(
         **dict(zip(CATEGORIES, held, strict=True)),
@@ -96,20 +105,26 @@ def memory(workload: Workload, cluster: Cluster, candidates: Candidates, rank: M
     )
 
 
-def _peak(workload: Workload, candidates: Candidates, rank: MeasuredRank) -> tuple[Held, Floats]:
-    """The categories at the highest moment, [8, n], and their sum."""
+def _peak(workload: Workload, candidates: Candidates, rank: MeasuredRank) -> tuple[Held, Floats, Floats]:
+    """The categories at the highest moment, [8, n], their sum, and the flat buffers that are reserved beyond it.
+
+    What the optimizer's step makes flat finds no room in the holes that activations leave in the cache, which keeps
+    both: torch.cuda's caching allocator joins no two segments.
+    """
     best = np.zeros((len(CATEGORIES), len(candidates)))
-    most = np.full(len(candidates), -1.0)
+    most, flat = np.full(len(candidates), -1.0), np.zeros(len(candidates))
     for place in _places(candidates, rank):
         rows = np.flatnonzero(place >= 0)
         if not len(rows):
             continue
         some = candidates if len(rows) == len(candidates) else candidates.where(rows)
-        found, total = _highest(Rank.of(workload, some, place[rows]))
+        here = Rank.of(workload, some, place[rows])
+        found, total, at_update = _highest(here)
         more = total > most[rows]
         best[:, rows] = np.where(more, found, best[:, rows])
+        flat[rows] = np.where(more, np.where(at_update, 0.0, stepping(here)), flat[rows])
         most[rows] = np.where(more, total, most[rows])
-    return best, most
+    return best, most, flat
 
 
 def _places(candidates: Candidates, rank: MeasuredRank) -> list[np.ndarray]:
@@ -119,15 +134,18 @@ def _places(candidates: Candidates, rank: MeasuredRank) -> list[np.ndarray]:
     return {"fullest": [first, second, last], "first": [first], "last": [pp - 1]}[rank]
 
 
-def _highest(rank: Rank) -> tuple[Held, Floats]:
+def _highest(rank: Rank) -> tuple[Held, Floats, Flags]:
+    """The categories, their sum, and whether that is in the optimizer's step, which is the last of the moments."""
     best = most = None
+    latest = np.zeros(len(rank.candidates), dtype=np.bool_)
     for held in moments(rank):
         total = held.sum(axis=0)
         if best is None or most is None:
             best, most = held, total
         else:
-            np.copyto(best, held, where=total > most)
+            latest = total > most
+            np.copyto(best, held, where=latest)
             most = np.maximum(most, total)
     if best is None or most is None:
         raise ValueError("a step without moments")
-    return best, most
+    return best, most, latest

@@ -222,17 +222,28 @@ def _late_root(rank: Rank) -> Numbers:
     return rank.units.head.times(rank.last) + rank.units.norm.times(rank.last)
 
 
+def _block_bytes(rank: Rank) -> float:
+    """Of a block's number, gathered. What is frozen in four bits crosses and stands in four: products make it whole one
+    by one. Embedding and head are not quantised (torchtune's NF4 layers)."""
+    if rank.workload.trainable.kind != "lora":
+        return rank.stack.gathered
+    return min(rank.stack.gathered, rank.workload.trainable.base_bytes)
+
+
 @_once
 def _gathered(rank: Rank, blocks_in_use: float) -> Floats:
     """Bytes of parameters made whole or cast. `blocks_in_use`: of a recomputed or a gathered block, 0 or 1."""
     size, zero = rank.stack.gathered, rank.candidates.zero
-    root, block = _root(rank).whole, rank.block.whole
+    # A block of fewer bits counts as so many numbers of the root's size.
+    root, block = _root(rank).whole, rank.block.whole * (_block_bytes(rank) / size)
     every = rank.whole.whole
     at_once = np.where(zero == 3, root + blocks_in_use * block, every)
     none = rank.candidates.recompute == RECOMPUTE.index("none")
     # A copy of an embedding is not needed again; a recomputed block's is made again.
     flown = rank.flying * rank.stage_blocks * block
-    cast = np.where(none, flown, blocks_in_use * block) + _late_root(rank).whole
+    # Under GPipe the copy of the head that each micro-batch made waits for its backward.
+    heads = np.where(rank.candidates.schedule == SCHEDULES.index("gpipe"), rank.flying, 1.0)
+    cast = np.where(none, flown, blocks_in_use * block) + heads * _late_root(rank).whole
     return size * (np.where(_gathers(rank), at_once, 0.0) + np.where(_copies(rank), cast, 0.0))
 
 
@@ -283,9 +294,11 @@ def _logits(rank: Rank) -> Floats:
         full = known.logit_bytes_fused_loss_kernels if stack.kernels == "fused" else known.logit_bytes_chunked
     each = np.where(c.compiled, np.minimum(full, known.logit_bytes_compiled), full)
     losses = 1 + rank.workload.arch.prediction_layers
-    # Under GPipe the softmax of every micro-batch waits for its backward.
-    waiting = np.where(c.schedule == SCHEDULES.index("gpipe"), activations.FP32 * (rank.flying - 1), 0.0)
-    return np.where(rank.last, (each + waiting) * losses * rank.tokens * rank.workload.arch.vocab_size / c.tp, 0.0)
+    # Under GPipe the softmax of every micro-batch waits for its backward, and what the last norm keeps.
+    waiting = np.where(c.schedule == SCHEDULES.index("gpipe"), rank.flying - 1, 0.0)
+    softmaxes = (each + activations.FP32 * waiting) * losses * rank.workload.arch.vocab_size / c.tp
+    norms = waiting * activations.of_norm(rank.workload).on_rank(c)
+    return np.where(rank.last, (softmaxes + norms) * rank.tokens, 0.0)
 
 
 def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
@@ -323,7 +336,7 @@ def _gradients(rank: Rank, done: Floats, current: Numbers) -> tuple[Floats, Floa
         _accumulating(rank) | _for_good(rank), size * rank.whole.whole,
         size * (done_numbers.whole + late + current.whole),
     ) if size else made * current.whole  # fmt: skip
-    gathers_next = np.where(c.zero == 3, stack.gathered * rank.block.whole, 0.0)
+    gathers_next = np.where(c.zero == 3, _block_bytes(rank) * rank.block.whole, 0.0)
     reduced = np.where((done > 0) & reduces, stack.reduced * rank.trained * rank.block.whole, 0.0)
     first_sharded = np.where((c.zero == 1) & reduces & _accumulating(rank), size * rank.whole.whole, sharded)
     gradients = np.where(reduces, first_sharded, whole)
@@ -351,4 +364,11 @@ def _update(rank: Rank) -> Held:
     size, c = rank.stack.gradients * rank.trained, rank.candidates
     whole, share = rank.whole.whole, rank.whole.share(rank.shards)
     gradients = size * np.where((c.zero == 0) | ((c.zero == 1) & _for_good(rank)), whole, share)
-    return _held(rank, gradients=gradients * _gradients_here(rank))
+    return _held(rank, gradients=gradients * _gradients_here(rank), temporaries=stepping(rank))
+
+
+def stepping(rank: Rank) -> Floats:
+    """What the optimizer's step makes beside, where it runs on the device."""
+    here = rank.candidates.offload == OFFLOAD.index("none")
+    updated = np.where(rank.candidates.zero == 0, rank.whole.whole, rank.whole.share(rank.shards))
+    return np.asarray(rank.stack.stepping * rank.trained * updated * here)

@@ -14,7 +14,9 @@ MeasuredRank = Literal["fullest", "first", "last"]
 
 # fp32 parameters, cast or gathered in 16 bits: FSDP's MixedPrecision and torch.autocast.
 # Source: pytorch.org FSDP notes; param_dtype bf16, reduce_dtype fp32.
-CAST = Stack("cast from fp32", weights=0, masters=4, gathered=2, gradients=4, reduced=4, states=8)
+# torch's AdamW takes all tensors at once, with one more result a number: torch.optim's notes on foreach.
+TORCH_STEP = 4
+CAST = Stack("cast from fp32", weights=0, masters=4, gathered=2, gradients=4, reduced=4, states=8, stepping=TORCH_STEP)
 # 16-bit weights beside fp32 masters, and fp32 gradients.
 # Source: Megatron-LM docs/source/api-guide/dist_optimizer.md (bf16 parameters, fp32 gradients: 18 bytes in all).
 # Its kernels fuse the gate and its product, and its selective recompute makes again the inside of attention alone.
@@ -23,7 +25,10 @@ MAIN_GRADIENTS = Stack(
     selective="all but attention",
 )  # fmt: skip
 # The same with gradients in the weights' precision: ZeRO's 16 bytes. Source: Rajbhandari et al., arXiv 1910.02054, 3.1.
-HALF_GRADIENTS = msgspec.structs.replace(MAIN_GRADIENTS, name="masters, 16-bit gradients", gradients=2, reduced=2)
+# Its step makes the share's gradients flat, and a copy of them in fp32 (DeepSpeed, stage_1_and_2.py).
+HALF_GRADIENTS = msgspec.structs.replace(
+    MAIN_GRADIENTS, name="masters, 16-bit gradients", gradients=2, reduced=2, stepping=2 + 4
+)
 # Everything in 16 bits, moments too.
 PURE = Stack("all in 16 bits", weights=2, masters=0, gathered=2, gradients=2, reduced=2, states=4)
 SINGLE = Stack("all in 32 bits", weights=0, masters=4, gathered=4, gradients=4, reduced=4, states=8)
@@ -153,6 +158,12 @@ def _overlap(reported: Reported, facts: Facts) -> bool:
     return "fp16" not in reported.text("precision").lower()
 
 
+def _half_gradients(precision: str) -> Stack:
+    """fp16: engines of those years step by a fused kernel; since then by torch's own where none is named."""
+    step = HALF_GRADIENTS.stepping + (0 if "fp16" in precision else TORCH_STEP)
+    return msgspec.structs.replace(HALF_GRADIENTS, stepping=step)
+
+
 def _bare_stack(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
     said, precision = _sharding(reported), reported.text("precision").lower()
     if re.search(r"fp32|float32|tf32|^32-true", precision) and "acc" not in precision:
@@ -160,13 +171,17 @@ def _bare_stack(reported: Reported, facts: Facts, unknown: set[str]) -> Stack:
     if re.search(r"true\b", precision):
         return PURE
     if re.search(r"dist\w*[-_ ]?opt|mcore|megatron", said):
+        if "fp8" in precision and not facts.found("transformer-impl=|fp32 grad|grad\\S*in-fp32"):
+            # Recipes in eight bits reduce in 16, unlike the command line's default: Megatron-Bridge's for performance.
+            return HALF_GRADIENTS
         return MAIN_GRADIENTS if "fp16" not in precision or re.search("fp32 grad", precision) else HALF_GRADIENTS
     # Fine-tuning recipes hold the model in the precision that they name, unless they say mixed.
     if facts.found(r"\bfine-?tun|\bq?lora\b|cumulative") and not re.search("amp|mixed", precision):
         unknown.add("stack")
         return PURE
     if "deepspeed" in said or re.search(r"zero-?[12]", said):
-        return MAIN_GRADIENTS if re.search(r"fp32 grad", precision) or facts.found("fp32 grad") else HALF_GRADIENTS
+        said_fp32 = re.search(r"fp32 grad", precision) or facts.found("fp32 grad")
+        return MAIN_GRADIENTS if said_fp32 else _half_gradients(precision)
     if "fsdp" in said or "hsdp" in said or re.search("amp|mixed", precision) or said == "ddp":
         # 'PURE' of Composer: gradients are reduced in 16 bits too.
         return msgspec.structs.replace(CAST, reduced=2) if "pure" in precision else CAST

@@ -24,7 +24,8 @@ class Stack(Frozen, frozen=True):
     kernels: eager: torch's own on a GPU; composed: norms in several operators, as on a CPU; fused: of gate and product
     in one, and inputs of split layers gathered again in backward, as Megatron's. selective: what that recompute keeps,
     the results of products and of attention, or all but the inside of attention. deterministic: torch's deterministic
-    algorithms, which fill every tensor before it is written.
+    algorithms, which fill every tensor before it is written. stepping: of what the optimizer's step makes beside, for
+    each number of the share that it updates (copies of 16-bit gradients, flat and in fp32; results on their way).
     """
 
     name: str
@@ -40,6 +41,7 @@ class Stack(Frozen, frozen=True):
     kernels: Literal["composed", "eager", "fused"] = "eager"
     selective: Literal["products", "all but attention"] = "products"
     deterministic: bool = False
+    stepping: int = 0
 
 
 # This engine: fp32 masters are the parameters, compute copies are cast or gathered, gradients are fp32.

@@ -1,4 +1,8 @@
-"""Predicted bytes against those that the engine's own code holds on fake tensors, category by category."""
+"""Predicted bytes against those that the engine's own code holds on fake tensors, category by category.
+
+Dense models alone: the engine cannot run experts yet, so predictions of those are held against published rows only.
+Nor is zero bubble here: its split backward holds more than the model says (interleaved-zb by a quarter, zbv by 14 %).
+"""
 
 from typing import Any
 
@@ -37,14 +41,13 @@ CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "pipeline": ({"pp": 2}, 0, PIPELINE),
     "gpipe": ({"pp": 2}, 0, {"schedule": "gpipe", "accumulation": 4}),
     "interleaved": ({"pp": 2}, 0, {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "accumulation": 4}),
+    "dualpipev": ({"pp": 2}, 0, {"schedule": "dualpipev", "stages_per_rank": 2, "accumulation": 4}),
     "pipeline, zero 1": ({"pp": 2, "dp_shard": 2}, 1, PIPELINE),
     "pipeline, tensor": ({"pp": 2, "tp": 2}, 0, PIPELINE),
 }
 EVERY_TIME = ("one rank", "zero 3", "pipeline")
 # Of the sum; and of each category, as a share of the sum: two moments may be nearly as full, and differ in what fills.
-WITHIN, WITHIN_CATEGORY = 0.025, 0.06
-# What waits on GPipe's last rank beside its softmaxes is not all modelled.
-WIDER = {"gpipe": 0.04}
+WITHIN, WITHIN_CATEGORY = 0.02, 0.06
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_predicted_bytes_are_those_of_the_dry_run(name: str) -> None:
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     predicted = memory(workload, plan.cluster, candidate)
-    assert predicted.logical[0] == pytest.approx(live.total, rel=WIDER.get(name, WITHIN))
+    assert predicted.logical[0] == pytest.approx(live.total, rel=WITHIN)
     rest = predicted.activations + predicted.logits + predicted.temporaries
     pairs = {
         "parameters": (predicted.parameters, live.parameters), "states": (predicted.states, live.states),
