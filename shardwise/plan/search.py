@@ -24,9 +24,10 @@ from shardwise.plan.space import Column, Table
 from shardwise.plan.subject import Subject
 
 COLUMNS = tuple(field.name for field in fields(Candidates))
-# The first look is small: it finds a good plan, which spares most of the rest. Later ones are as large as caches like.
-FIRST_CORES, MOST_CORES, ROWS = 64, 2048, 8192
-FIRST_PIPELINES, MOST_PIPELINES, FIRST_BYTES = 256, 4096, 256
+# The first looks are small: they find good plans, which spare most of the rest. Later ones are as large as caches like;
+# none is so small that the calls themselves cost more than their rows.
+FIRST_CORES, MOST_CORES, ROWS = 256, 8192, 8192
+FIRST_PIPELINES, MOST_PIPELINES, FIRST_BYTES = 1024, 8192, 1024
 ROUNDING = 1e-9
 # What says how much data-parallel ranks have to send, and how much they compute meanwhile, but for a core's options.
 BATCHED = ("pp", "tp", "cp", "ep", "data_parallel", "accumulation", "micro_batch")
