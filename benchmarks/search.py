@@ -3,7 +3,7 @@
 Of several repeats the least, which a busy machine disturbs the least; seconds of a core are the process's own, those of
 the wall beside them have what other processes took in them. `searched` are the plans of the space, which
 the answer is exact for; `costed` those that the cost model was asked about. For scale stands beside them a tool that
-needs about 5 ms a candidate and did not finish 175B on 64 GPUs in 500 s (measured elsewhere; see the planners' survey).
+needs about 5 ms a candidate and did not finish 175B on 64 GPUs in 500 s.
 The rate is that of the cost model alone, over plans drawn from the space: memory and step of each.
 
 Run: OMP_NUM_THREADS=1 python -m benchmarks.search [--times 5]
@@ -132,7 +132,10 @@ def main() -> None:
     print(f"growth from {found[0].gpus:,} to {found[2].gpus:,} GPUs: GPUs ** {growth(found[0], found[2]):.2f}")
     print(f"and with {LARGEST[2]}: GPUs ** {growth(found[0], largest):.2f} (a batch 16 times as large too)")
     rate = costed_a_second(subject_of(*CASES[2]), model, times)
-    print(f"cost model: {rate:,.0f} plans a second, {rate / LEAST_RATE:.2f} of the least of {LEAST_RATE:,}")
+    print(
+        f"cost model: {rate:,.0f} plans a second, {rate / LEAST_RATE:.2f} of the least of {LEAST_RATE:,}, "
+        f"{rate * PEER_SECONDS_A_CANDIDATE:,.0f} times a tool of 5 ms each"
+    )
     for one in COLD:
         used, wall = min(cold_seconds(*one) for _ in range(times))
         print(
