@@ -145,6 +145,14 @@ def fit(runs: Runs, start: TimeConstants, prior: TimeConstants, rounds: int = 12
     return known
 
 
+def before_any_fit() -> TimeConstants:
+    """What the constants were; the widths of intervals as committed, since no fit moves them."""
+    prior = calibration.values(calibration.calibration().time, TimeConstants, prior=True)
+    committed = calibration.time_constants()
+    widths = [name for name in TimeConstants.__struct_fields__ if name.startswith("interval_")]
+    return msgspec.structs.replace(prior, **{name: getattr(committed, name) for name in widths})
+
+
 def refitted(others: Sequence[Row], start: TimeConstants, rounds: int) -> Callable[[Sequence[Row]], Predictions]:
     """Predictions by constants fitted on these rows alone; memory by the committed ones, fitted elsewhere."""
     known = fit(load(thinned(others)), start, start, rounds)
@@ -191,7 +199,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = rows(arguments.runs)
     committed = calibration.time_constants()
-    start = calibration.values(calibration.calibration().time, TimeConstants, prior=True)
+    start = before_any_fit()
     everything = load(found)
     if arguments.rotate:
         left_out = rotated(found, lambda others: refitted(others, start, arguments.rounds))

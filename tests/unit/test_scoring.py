@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import fit_cost
-from shardwise.cost import calibration, naive, scoring
+from shardwise.cost import naive, scoring
 from shardwise.cost.measured import memory_model, time_model
 from shardwise.cost.predicting import Interval, Predictions, blocks, predict
 from shardwise.cost.published import Row, rows
@@ -209,7 +209,7 @@ def test_the_committed_constants_reach_the_bar_on_public_rows() -> None:
 @pytest.mark.nightly
 def test_families_left_out_of_the_fit_are_predicted_two_and_a_half_times_better_than_by_one_utilisation() -> None:
     """Each family by constants fitted on the others from their values before any fit; a few minutes of one core."""
-    start = calibration.values(calibration.calibration().time, calibration.TimeConstants, prior=True)
+    start = fit_cost.before_any_fit()
     left_out = scoring.rotated(SAMPLE, lambda others: fit_cost.refitted(others, start, 12))
     overall = scoring.score(SAMPLE, left_out).overall
     ours, plain, time = overall.dense_time, overall.naive, overall.time
