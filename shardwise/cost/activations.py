@@ -55,6 +55,7 @@ class Kept(NamedTuple):
 
     beside_ffn: at the fullest moment of the feed-forward's backward. beside_norm: of a norm's.
     ffn: of what is kept or made again, that the feed-forward has let go when its norm's backward runs.
+    late: gradients of what each weight gave, which wait where the weights' half of a backward comes later.
     """
 
     kept: tuple[Widths, Widths, Widths]
@@ -62,6 +63,7 @@ class Kept(NamedTuple):
     beside_ffn: Widths
     beside_norm: Widths
     ffn: Widths
+    late: Widths
 
 
 @functools.lru_cache(maxsize=256)
@@ -77,7 +79,8 @@ def of_block(workload: Workload, sparse: bool) -> Kept:
     )
     let_go = {one.name for one in ffn if one.none and not one.name.startswith("residual")}
     inner = [one for one in saved if one.name in let_go]
-    return Kept(kept, again, _beside_ffn(workload, sparse), _beside_norm(workload), _sum(inner))  # type: ignore[arg-type]
+    beside = _beside_ffn(workload, sparse), _beside_norm(workload)
+    return Kept(kept, again, *beside, _sum(inner), _late(workload, sparse))  # type: ignore[arg-type]
 
 
 def of_norm(workload: Workload) -> Widths:
@@ -228,3 +231,29 @@ def _beside_norm(workload: Workload) -> Widths:
     if workload.stack.kernels == "composed":
         return Widths(0.0, (5 * FP32 + compute_bytes(workload)) * width, 0.0)
     return Widths(0.0, 2 * compute_bytes(workload) * width, 0.0)
+
+
+def of_late_norm(workload: Workload) -> float:
+    """Bytes a token of the gradient of what one norm's weight gave: composed, that product is in fp32."""
+    size = FP32 if workload.stack.kernels == "composed" else compute_bytes(workload)
+    return float(size * workload.arch.hidden_size)
+
+
+def _late(workload: Workload, sparse: bool) -> Widths:
+    """Read from torch's split backward: it keeps the gradients of the nodes in which a weight meets the samples."""
+    arch, size = workload.arch, compute_bytes(workload)
+    halves, experts = 2 if arch.gated_ffn else 1, arch.experts if sparse else None
+    query = arch.num_heads * arch.key_head_dim
+    keys = query if arch.latent else arch.num_kv_heads * arch.head_dim
+    values = arch.num_heads * arch.value_head_dim if arch.latent else arch.num_kv_heads * arch.head_dim
+    latents = arch.latent.query_rank + arch.latent.key_value_rank + arch.latent.rope_head_dim if arch.latent else 0
+    inner = halves * arch.ffn_size
+    sent = router = 0
+    if experts is not None:
+        inner = halves * (experts.per_token * experts.ffn_size + experts.shared_ffn_size)
+        sent, router = experts.per_token * arch.hidden_size, FP32 * experts.count
+    return Widths(
+        split=size * (query + keys + values + inner + sent),
+        positions=2 * of_late_norm(workload) + size * latents + router,
+        whole=size * 2 * arch.hidden_size,
+    )

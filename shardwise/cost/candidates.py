@@ -13,6 +13,8 @@ Flags = NDArray[np.bool_]
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv", "dualpipev")
 # Of these, the ones whose first rank holds the last stage too.
 V_SHAPED = (SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev"))
+# And those whose backward comes in two halves, the weights' later.
+SPLIT_BACKWARD = tuple(SCHEDULES.index(name) for name in ("interleaved-zb", "zbv", "dualpipev"))
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "cpu", "nvme")
 

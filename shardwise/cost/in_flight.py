@@ -30,6 +30,23 @@ def pairs_in_flight(candidates: Candidates, place: Counts) -> Counts:
     return np.asarray(np.minimum(most, micros * np.where(c.pp > 1, per_rank, 1)))
 
 
+def pairs_waiting(candidates: Candidates, place: Counts) -> tuple[tuple[Counts, Counts], tuple[Counts, Counts]]:
+    """Pairs kept, and of these the ones whose weights' half is still to come, at the two moments that can be fullest:
+    the most pairs at all; and under zbv, once its ranks alternate, the most that wait. Shapes: 2 x 2 x [n].
+    """
+    c = candidates
+    flying, micros = pairs_in_flight(c, place), np.maximum(c.accumulation, 1)
+    # A first stage has no input's half: its whole backward comes with the weights.
+    alone = (place == 0) & (c.stages_per_rank == 1)
+    late = np.select([c.schedule == _INTERLEAVED_ZB, c.schedule == _ZBV], [np.where(alone, 0, place + 1), 1], 0)
+    late = np.minimum(late, flying)
+    folds = (c.schedule == _ZBV) & (micros > c.pp) & (place > 0)
+    # Exact from 2 pp - 1 micro-batches on, and no fewer below.
+    later = np.minimum(2 * place + 1, 2 * (micros - c.pp) + 1)
+    then = np.minimum(c.pp + place, later + c.pp - 1 - place)
+    return (flying, late), (np.where(folds, then, flying), np.where(folds, later, late))
+
+
 def layers_at(candidates: Candidates, place: Counts, layers: int) -> Counts:
     """Blocks of all the stages of rank `place`, as schedules.stage_blocks cuts them. Shapes: [n], [n] -> [n].
 

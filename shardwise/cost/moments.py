@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardwise.cost import activations, in_flight
 from shardwise.cost.calibration import memory_constants
-from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, Candidates, Counts, Flags
+from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Candidates, Counts, Flags
 from shardwise.cost.parameters import Numbers, Shards, Units, adapters
 from shardwise.cost.workload import Stack, Workload
 
@@ -33,11 +33,12 @@ class Rank:
     """One rank of each candidate's pipeline: its blocks and what stands beside them. Shapes: [n].
 
     flying: (stage, micro-batch) pairs at the fullest moment; blocks: of all its stages; stage_blocks: of one.
-    again, beside_ffn, beside_norm, ffn: bytes of one block (see activations.Kept); block_kept: by the recompute chosen.
+    kept, again, beside_ffn, beside_norm, ffn, late: bytes of one block (see activations.Kept), by the recompute chosen.
     """
 
     workload: Workload
     candidates: Candidates
+    place: Counts
     first: Flags
     last: Flags
     flying: Floats
@@ -54,6 +55,7 @@ class Rank:
     beside_ffn: Floats
     beside_norm: Floats
     ffn: Floats
+    late: Floats
 
     @classmethod
     def of(cls, workload: Workload, candidates: Candidates, place: Counts) -> Self:
@@ -74,7 +76,7 @@ class Rank:
         tokens = c.micro_batch * (workload.sequence_length / c.cp)
         share = np.divide(sparse, blocks, out=np.zeros(len(c)), where=blocks > 0)
         return cls(
-            workload, c, first, last, in_flight.pairs_in_flight(c, place).astype(np.float64), blocks,
+            workload, c, place, first, last, in_flight.pairs_in_flight(c, place).astype(np.float64), blocks,
             blocks / np.where(c.pp > 1, c.stages_per_rank, 1), units, Shards.of(c),
             whole + Numbers(added * blocks, np.zeros(len(c))), block, trained, tokens,
             *_of_activations(workload, c, tokens, share),
@@ -96,7 +98,7 @@ def _trained(workload: Workload) -> tuple[float, float]:
 
 
 def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Floats) -> tuple[Floats, ...]:
-    """kept, again, beside_ffn, beside_norm, ffn of the mean block, in bytes."""
+    """kept, again, beside_ffn, beside_norm, ffn, late of the mean block, in bytes."""
     saved = np.where(c.compiled, memory_constants().compiled_activations, 1.0)
 
     def of(sparse: bool) -> list[Floats]:
@@ -104,7 +106,7 @@ def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Fl
         return [
             np.choose(c.recompute, [widths.on_rank(c) for widths in one.kept]),
             np.choose(c.recompute, [widths.on_rank(c) for widths in one.again]),
-            *(widths.on_rank(c) for widths in (one.beside_ffn, one.beside_norm, one.ffn)),
+            *(widths.on_rank(c) for widths in (one.beside_ffn, one.beside_norm, one.ffn, one.late)),
         ]
 
     found = of(False) if workload.arch.dense_layers else of(True)
@@ -136,6 +138,8 @@ def moments(rank: Rank) -> Iterator[Held]:
     last = np.maximum(rank.stage_blocks - 1, 0)
     for done in (np.zeros_like(last), np.minimum(last, 1), last):
         yield from _block_backward(rank, done)
+    if np.isin(rank.candidates.schedule, SPLIT_BACKWARD).any():
+        yield from _between_halves(rank)
     yield _root_backward(rank)
     yield _update(rank)
 
@@ -299,6 +303,24 @@ def _logits(rank: Rank) -> Floats:
     softmaxes = (each + activations.FP32 * waiting) * losses * rank.workload.arch.vocab_size / c.tp
     norms = waiting * activations.of_norm(rank.workload).on_rank(c)
     return np.where(rank.last, (softmaxes + norms) * rank.tokens, 0.0)
+
+
+def _between_halves(rank: Rank) -> Iterator[Held]:
+    """At the end of a backward's first half, which leaves its graph standing, with those that wait for their second."""
+    c, arch = rank.candidates, rank.workload.arch
+    norm = activations.of_norm(rank.workload).on_rank(c)
+    logits = activations.compute_bytes(rank.workload) * arch.vocab_size / c.tp
+    head = np.where(rank.last, (norm + activations.of_late_norm(rank.workload) + logits) * rank.tokens, 0.0)
+    for flying, waiting in in_flight.pairs_waiting(c, rank.place):
+        yield _held(
+            rank,
+            gradients=_gradients_between(rank),
+            gathered=_gathered(rank, 0.0),
+            activations=flying * rank.stage_blocks * rank.kept,
+            logits=_logits(rank) + waiting * head,
+            communication=_messages(rank) + _still_reducing(rank),
+            temporaries=waiting * rank.stage_blocks * rank.late + _hidden(rank),
+        )
 
 
 def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:

@@ -194,8 +194,10 @@ class Watch(OperatorMode):
             yield
 
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Apart from its graph: one that an operator gave and saved would hold that operator, and both stay for ever
+        where a backward leaves its graph standing, as zero bubble's first half does."""
         self.ledger.see(tensor, "activations")
-        return tensor
+        return tensor.detach()
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         """What stands in a parameter's slot now: itself, or a copy that is whole or of another dtype."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwise.cost.candidates import SCHEDULES, Candidates
-from shardwise.cost.in_flight import dense_layers_at, layers_at, pairs_in_flight
+from shardwise.cost.in_flight import dense_layers_at, layers_at, pairs_in_flight, pairs_waiting
 from shardwise.cost.memory import Memory, memory
 from shardwise.cost.workload import SHARDWISE_MIXED, Stack, Workload
 from shardwise.inputs.arch import Arch
@@ -91,6 +91,30 @@ SHAPES = [
     for name, pp, held, micros in itertools.product(SCHEDULES[1:], (2, 3, 4, 5, 8), (1, 2, 3), range(1, 20))
     if not schedules.requires(name, pp, held, micros)
 ]
+
+
+def fullest(table: schedules.Table, late: float) -> float:
+    """The most that a rank keeps, in pairs, where the gradients that wait for the weights take `late` of a pair."""
+    held, waiting, most = 0, 0, 0.0
+    for action in table:
+        first_half = action.kind == "I" and action.stage > 0  # a first stage has no input's half
+        held, waiting = held + (action.kind == "F"), waiting + first_half
+        most = max(most, held + late * waiting)
+        held, waiting = held - (action.kind in "BW"), waiting - (action.kind == "W" and action.stage > 0)
+    return most
+
+
+@pytest.mark.parametrize("late", [0.3, 0.65, 1.0])
+def test_pairs_that_wait_for_their_weights_are_those_of_the_tables(late: float) -> None:
+    """Exactly where there are micro-batches enough for the order to settle; else never fewer than in the table."""
+    for name, pp, held, micros in SHAPES:
+        plan = Candidates.of(pp=[pp] * pp, stages_per_rank=held, accumulation=micros, schedule=SCHEDULES.index(name))
+        (pairs, waiting), (then, more) = pairs_waiting(plan, np.arange(pp))
+        mine = np.maximum(pairs + late * waiting, then + late * more)
+        tables = np.array([fullest(table, late) for table in schedules.actions(name, pp, held, micros)])
+        assert (mine >= tables - 1e-9).all(), (name, pp, held, micros, mine, tables)
+        if micros >= 2 * pp:
+            np.testing.assert_allclose(mine, tables, err_msg=str((name, pp, held, micros)))
 
 
 def test_pairs_in_flight_and_blocks_are_those_of_the_tables() -> None:
