@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,7 @@ def measure(asked: Asked) -> int:
     cluster = local_cluster(local.probe_facts())
     if local.torch_version() is None:
         raise RecipeError("Measuring needs torch.", why="it is not installed", fix="pip install 'torch>=2.11,<2.15'")
-    with showing() as show:
+    with interruptible(), showing() as show:
         found = by_ranks(cluster, path.parent, asked.seconds, show)
     probed = with_facts(cluster, found)
     written = cluster_file.as_json(probed) if path.suffix == ".json" else cluster_file.as_toml(probed)
@@ -178,6 +179,16 @@ def _failed(logs: dict[int, watch.RankLog], launcher: Path) -> TrainingFailed:
         "A rank failed while it measured.", why=lines[-1].strip() if lines else "it said nothing",
         fix="look at `shardwise doctor`; end what else uses the devices, then try again",
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT ends it in order in a shell's background too, where a process starts with that signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------ what a person sees

@@ -284,11 +284,17 @@ def test_real_ranks_measure_this_machine_and_the_plan_says_so(tmp_path: Path) ->
 _MAIN = "from shardwise.cli.main import main; main()"
 
 
-def test_ctrl_c_leaves_no_half_file_and_no_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ignored",
+    [pytest.param(False, id="in front", marks=pytest.mark.nightly), pytest.param(True, id="in a shell's background")],
+)
+def test_ctrl_c_leaves_no_half_file_and_no_rank(tmp_path: Path, ignored: bool) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-c", _MAIN, "doctor", "--measure", "-o", str(tmp_path / "c.toml"), "--seconds", "60"],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
     try:
         assert process.stderr is not None
         assert "measuring 0/" in process.stderr.readline()
