@@ -3,10 +3,12 @@
 import msgspec
 
 from shardwise.errors import RecipeError
+from shardwise.inputs.arch import Arch
 from shardwise.plan import automatic, choice, evaluate, rule_of_thumb
 from shardwise.plan.estimate import Estimate
 from shardwise.plan.plan import Plan
 from shardwise.plan.questions import Question
+from shardwise.plan.subject import Subject
 
 
 def why_none(plan: Plan) -> str:
@@ -21,6 +23,10 @@ def why_none(plan: Plan) -> str:
         return f"the speed of {device} in {precision} is not known: shardwise doctor --measure finds it"
     if plan.decision.compression != "none":
         return "compressed gradients are not predicted"
+    try:
+        _subject(plan, plan.arch)
+    except RecipeError as error:
+        return error.what
     return ""
 
 
@@ -30,12 +36,13 @@ def predict(plan: Plan) -> Estimate | None:
         return plan.estimate
     if plan.arch is None or why_none(plan):
         return None
-    model, mesh = automatic.costs(), plan.decision.mesh
-    try:
-        subject = Question(plan.recipe, plan.arch, plan.cluster, {}, mesh.world).subject()
-    except RecipeError:
-        return None
+    subject = _subject(plan, plan.arch)
     split = plan.sequence_parallel is not False and subject.task.fixed.get("sequence_parallel", 1) == 1
     row = choice.row(plan.decision, split)
-    subject = subject._replace(workload=msgspec.structs.replace(subject.workload, precision=plan.decision.precision))
-    return evaluate.estimate(subject, model, choice.table([row]))[0]
+    return evaluate.estimate(subject, automatic.costs(), choice.table([row]))[0]
+
+
+def _subject(plan: Plan, arch: Arch) -> Subject:
+    """What a search would have been asked, in the precision that was decided. Raises: RecipeError."""
+    subject = Question(plan.recipe, arch, plan.cluster, {}, plan.decision.mesh.world).subject()
+    return subject._replace(workload=msgspec.structs.replace(subject.workload, precision=plan.decision.precision))

@@ -128,7 +128,7 @@ class Journal:
             return
         estimate = self.predicted
         if estimate is None:
-            self.events.emit(happened.Compared(why_none=why_none(self.plan) or "the cost model has no such plan"))
+            self.events.emit(happened.Compared(why_none=why_none(self.plan)))
             return
         self.events.emit(
             happened.Compared(

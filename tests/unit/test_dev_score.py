@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.cost.measured import memory_is_modelled
 from tests.unit.test_cli import imported, shardwise
 
 MEASURED = Path(__file__).with_name("measured_runs.csv")
@@ -26,7 +25,7 @@ def test_the_json_has_what_a_script_reads() -> None:
     medians = [each["time"]["median"] for each in found["sources"].values() if each["time"]["rows"]]
     assert overall["time"]["median"] == pytest.approx(sum(medians) / len(medians), rel=1e-9)
     assert 0 <= overall["interval_coverage"] <= 1
-    assert 0 <= overall["oom_called_fitting"] <= overall["oom_rows"] == (1 if memory_is_modelled() else 0)
+    assert 0 <= overall["oom_called_fitting"] <= overall["oom_rows"] == 1
     assert all(each["reason"] and each["line"] > 1 for each in found["skipped"])
     scored = sum(each["time"]["rows"] for each in found["sources"].values())
     assert scored + len(found["skipped"]) <= found["rows"] == 17
@@ -49,7 +48,7 @@ def test_a_users_own_table_with_few_columns_is_scored(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (source,) = json.loads(done.stdout)["sources"].values()
     assert source["time"]["rows"] == 2
-    assert source["memory"]["rows"] == (2 if memory_is_modelled() else 0)
+    assert source["memory"]["rows"] == 2
 
 
 @pytest.mark.parametrize("text", ["", "model,gpu\na,b\n", "model,gpu,n_gpus,seq_len,step_time_s\na,A100,x,1,1\n"])
