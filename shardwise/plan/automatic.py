@@ -168,7 +168,7 @@ def split_words(decided: Decision) -> str:
     """Who holds and computes what, as a reason of a plan."""
     mesh = decided.mesh
     held = {
-        0: "each rank keeps a whole copy, gradients are averaged",
+        0: "each rank keeps a whole copy, gradients are summed",
         1: f"optimizer states are sharded over {mesh.dp_shard} ranks",
         2: f"gradients and optimizer states are sharded over {mesh.dp_shard} ranks",
         3: f"weights, gradients and states are sharded over {mesh.dp_shard} ranks",

@@ -335,7 +335,7 @@ def _auto_mesh(
         return (
             MeshShape(dp_replicate=ranks),
             0,
-            (reason, "zero 0: each rank keeps a whole copy, gradients are averaged"),
+            (reason, "zero 0: each rank keeps a whole copy, gradients are summed"),
         )
     if parameters is None or parameters <= FULL_SHARD_LIMIT:
         chosen = f"zero 3: weights, gradients and states are sharded over {ranks} ranks (full shard to about 70B)"
