@@ -1,8 +1,8 @@
 """`shardwise dev`: for those who test Shardwise itself."""
 
-from shardwise.cost.measured import memory_model, time_model
 from shardwise.cost.predicting import predict
 from shardwise.cost.published import rows
+from shardwise.cost.scored_model import memory_model, time_model
 from shardwise.cost.scoring import score as scored
 from shardwise.report import score as report
 

@@ -10,7 +10,7 @@ from shardwise.cost.compute import Floats, Pace
 from shardwise.cost.data_time import Windows, data_seconds, offload_seconds, optimizer_seconds
 from shardwise.cost.layer_time import Device
 from shardwise.cost.probed import constants as with_measured
-from shardwise.cost.step import Inputs, Place, _held, _micro, _units
+from shardwise.cost.step import Inputs, Place, micro_of, numbers_held, units_of
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
 
@@ -28,7 +28,7 @@ def data_floor(
     inputs = Inputs.of(workload, cluster, candidates)
     none = np.zeros(1)
     shape, run = inputs.shape, replace(inputs.run, recompute=none)
-    held = _held(shape, run, _fewest(inputs))
+    held = numbers_held(shape, run, _fewest(inputs))
     found = data_seconds(run, held, windows, inputs.fabric.sustained(known), known)
     return np.broadcast_to(found, len(candidates)).astype(np.float64)
 
@@ -42,7 +42,7 @@ def keeping_floor(
     """
     known = with_measured(workload, cluster, constants or time_constants())
     inputs = Inputs.of(workload, cluster, candidates)
-    held = _held(inputs.shape, inputs.run, _fewest(inputs))
+    held = numbers_held(inputs.shape, inputs.run, _fewest(inputs))
     update = optimizer_seconds(inputs.run, held, Pace.of(inputs.rates, known), known)
     moved = offload_seconds(inputs.run, held, known)
     return np.broadcast_to(update + moved, len(candidates)).astype(np.float64)
@@ -99,7 +99,7 @@ def _windows(
     inputs = replace(inputs, fabric=inputs.fabric.sustained(known))
     run = inputs.run
     device = Device(Pace.of(inputs.rates, known), inputs.fabric, known)
-    each = _units(inputs.shape, device, _micro(inputs, known), run)
+    each = units_of(inputs.shape, device, micro_of(inputs, known), run)
     rank = each.layer.times(np.ceil(inputs.shape.layers / run.pp)) + each.embedding + each.head
     work = rank.forward + rank.backward
     busy = np.maximum(work.seconds, work.kernels * known.kernel_seconds)

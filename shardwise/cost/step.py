@@ -130,8 +130,8 @@ def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
     shape, run = inputs.shape, inputs.run
     inputs = replace(inputs, fabric=inputs.fabric.sustained(known))
     device = Device(Pace.of(inputs.rates, known), inputs.fabric, known)
-    micro = _micro(inputs, known)
-    each = _units(shape, device, micro, run)
+    micro = micro_of(inputs, known)
+    each = units_of(shape, device, micro, run)
     place = _slowest(shape, run, each)
     rank = each.layer.times(place.layers) + each.embedding.times(place.embedding) + each.head.times(place.head)
     work = rank.forward + rank.backward
@@ -140,7 +140,7 @@ def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
     host = np.where(inputs.rates.serial > 0, starting, np.maximum(0.0, starting - work.seconds))
     busy = work.seconds + host
     m = run.micro_batches
-    held = _held(shape, run, place)
+    held = numbers_held(shape, run, place)
     windows = Windows(m * busy, rank.forward.seconds, rank.backward.seconds)
     data = data_seconds(run, held, windows, inputs.fabric, known)
     nodes = run.pp * run.data_ranks * run.tp / inputs.fabric.per_node
@@ -161,7 +161,8 @@ def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
     }
 
 
-def _micro(inputs: Inputs, known: TimeConstants) -> Micro:
+def micro_of(inputs: Inputs, known: TimeConstants) -> Micro:
+    """One micro-batch on one rank, as the layers' seconds are asked for."""
     shape, run, fabric = inputs.shape, inputs.run, inputs.fabric
     eager = np.where(run.fused_kernels > 0, known.pointwise_passes_fused, known.pointwise_passes)
     passes = np.where(run.compiled > 0, known.pointwise_passes_compiled, eager)
@@ -197,7 +198,8 @@ class Units(NamedTuple):
         return unit.forward.seconds + unit.backward.seconds
 
 
-def _units(shape: Shape, device: Device, micro: Micro, run: Run) -> Units:
+def units_of(shape: Shape, device: Device, micro: Micro, run: Run) -> Units:
+    """Its seconds by unit: layers with experts and without weigh by how many there are."""
     dense = _recomputed(dense_layer(shape, device, micro), run)
     layer, last = dense, dense
     if np.any(shape.moe_layers > 0):
@@ -268,8 +270,8 @@ def _transfers(inputs: Inputs, micro: Micro, known: TimeConstants) -> Floats:
     return np.asarray(2 * each * one)
 
 
-def _held(shape: Shape, run: Run, place: Place) -> Held:
-    """Numbers that the slowest rank holds, those that it trains and the others."""
+def numbers_held(shape: Shape, run: Run, place: Place) -> Held:
+    """Numbers that a rank with such a place holds, those that it trains and the others."""
     share = np.where(shape.layers > 0, shape.moe_layers / shape.layers, 0.0)
     block = (1 - share) * shape.dense_parameters + share * shape.moe_parameters
     ends = place.embedding * shape.embedding_parameters + place.head * shape.head_parameters

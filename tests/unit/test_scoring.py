@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import fit_cost
 from shardwise.cost import naive, scoring
-from shardwise.cost.measured import memory_model, time_model
 from shardwise.cost.predicting import Interval, Predictions, blocks, predict
 from shardwise.cost.published import Row, rows
+from shardwise.cost.scored_model import memory_model, time_model
 from shardwise.errors import BadInput, DataError, RecipeError
 from shardwise.report import score as report
 
