@@ -13,7 +13,8 @@ from shardwise.errors import PlanInfeasible
 from shardwise.inputs.recipe import PlanRequest
 from shardwise.plan import combinations, machines, schedules, validity
 from shardwise.plan.plan import Plan
-from shardwise.plan.rule_of_thumb import activation_bytes, bytes_at_rest, has_no_bf16, usable_bytes
+from shardwise.plan.rough_memory import activation_bytes, bytes_at_rest, usable_bytes
+from shardwise.plan.rule_of_thumb import has_no_bf16
 from shardwise.units import format_bytes
 
 

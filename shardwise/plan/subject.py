@@ -11,7 +11,7 @@ from shardwise.inputs.arch import Arch
 from shardwise.inputs.arch.names import trained_share
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import PlanRequest, Recipe
-from shardwise.plan import machines, rule_of_thumb, space
+from shardwise.plan import machines, rough_memory, rule_of_thumb, space
 from shardwise.plan.space import Task
 from shardwise.units import MIB
 
@@ -47,7 +47,7 @@ def of(
     """
     batch = rule_of_thumb.global_batch(recipe)
     precision, _ = rule_of_thumb.precision_of(recipe, cluster)
-    each = rule_of_thumb.bytes_per_parameter(precision, recipe.optimizer)
+    each = rough_memory.bytes_per_parameter(precision, recipe.optimizer)
     ranks, _ = rule_of_thumb.world_of(recipe, cluster, world, batch, arch.parameters(), each)
     together = {**fixed_by(recipe, cluster), **(fixed or {})}
     task = _task(recipe, arch, cluster, cluster.devices if _all_gpus(recipe, cluster, world) else ranks, together)
@@ -109,7 +109,7 @@ def stack_of(precision: str, states: int) -> Stack:
 
 def limit_of(cluster: Cluster, ranks: int) -> float:
     """Bytes that a rank may use: all of a GPU's, as the model counts context and allocator too; a share of a host's."""
-    return cluster.smallest_device.hbm_bytes if cluster.kind == "gpu" else rule_of_thumb.usable_bytes(cluster, ranks)
+    return cluster.smallest_device.hbm_bytes if cluster.kind == "gpu" else rough_memory.usable_bytes(cluster, ranks)
 
 
 def fixed_by(recipe: Recipe, cluster: Cluster) -> dict[str, int]:

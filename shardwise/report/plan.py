@@ -4,7 +4,7 @@ import json
 
 from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
-from shardwise.plan.rule_of_thumb import activation_bytes, bytes_at_rest
+from shardwise.plan.rough_memory import activation_bytes, bytes_at_rest
 from shardwise.plan.schedules import stage_blocks
 from shardwise.units import format_bytes, format_count
 

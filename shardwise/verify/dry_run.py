@@ -17,7 +17,7 @@ from shardwise.parallel.parallelize import parallel_of, parallelize
 from shardwise.parallel.pipeline import Shape
 from shardwise.plan import check, schedules
 from shardwise.plan.plan import Plan
-from shardwise.plan.rule_of_thumb import usable_bytes
+from shardwise.plan.rough_memory import usable_bytes
 from shardwise.torch_private import load_split_backward
 from shardwise.train.loss import named
 from shardwise.train.step import (

@@ -6,7 +6,7 @@ from shardwise.inputs.recipe import PlanRequest
 from shardwise.plan import combinations
 from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
-from shardwise.plan.rule_of_thumb import activation_bytes
+from shardwise.plan.rough_memory import activation_bytes
 from shardwise.units import format_bytes
 from shardwise.verify.values import CATEGORIES, LiveBytes, RankRun
 

@@ -15,7 +15,7 @@ from shardwise.plan import combinations
 from shardwise.plan.check import check
 from shardwise.plan.combinations import COMPILE, DATA, RECOMPUTE, SCHEDULES, TENSOR, Cell
 from shardwise.plan.mesh import MeshShape
-from shardwise.plan.rule_of_thumb import parameters_of_a_rank
+from shardwise.plan.rough_memory import parameters_of_a_rank
 from tests.distributed import work
 from tests.distributed.pool import Pool
 from tests.distributed.test_matrix import SHAPE, TIED, reference, trained

@@ -4,7 +4,8 @@ import re
 
 from shardwise.inputs.hardware import parse_cluster
 from shardwise.inputs.recipe import OptimizerSpec
-from shardwise.plan.rule_of_thumb import FULL_SHARD_LIMIT, STATES_SHARE, USABLE_SHARE, bytes_per_parameter, usable_bytes
+from shardwise.plan.rough_memory import USABLE_SHARE, bytes_per_parameter, usable_bytes
+from shardwise.plan.rule_of_thumb import FULL_SHARD_LIMIT, STATES_SHARE
 from shardwise.units import format_bytes
 from tests.docs.blocks import ROOT
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.hardware import Cluster, parse_cluster
-from shardwise.plan import check, rule_of_thumb
+from shardwise.plan import check, rough_memory, rule_of_thumb
 from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
 from shardwise.verify.dry_run import dry_run
@@ -141,7 +141,7 @@ def test_what_only_the_user_can_choose_lowers_the_peak_too(name: str) -> None:
 
 def small(cluster: Cluster, usable: int) -> Cluster:
     """The same cluster with devices of which ranks may use so many bytes."""
-    share = rule_of_thumb.usable_bytes(cluster, 2) / cluster.device.hbm_bytes
+    share = rough_memory.usable_bytes(cluster, 2) / cluster.device.hbm_bytes
     device = msgspec.structs.replace(cluster.device, hbm_bytes=int(usable / share) + 1)
     return msgspec.structs.replace(cluster, node=msgspec.structs.replace(cluster.node, device=device))
 

@@ -15,15 +15,15 @@ from shardwise.inputs.recipe import OptimizerSpec, PlanRequest, Recipe, from_key
 from shardwise.plan import schedules
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Plan
-from shardwise.plan.rule_of_thumb import (
+from shardwise.plan.rough_memory import (
     activation_bytes,
     activation_bytes_per_sample,
     block_activation_bytes,
     bytes_at_rest,
     bytes_per_parameter,
-    plan,
     usable_bytes,
 )
+from shardwise.plan.rule_of_thumb import plan
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 SMALL = preset("decoder-2m")
