@@ -5,33 +5,15 @@ go away; None where only the user can choose.
 """
 
 import math
-from collections.abc import Callable
-
-import msgspec
 
 from shardwise.errors import PlanInfeasible
-from shardwise.inputs.recipe import PlanRequest
-from shardwise.plan import combinations, machines, schedules, validity
+from shardwise.plan import combinations, machines, planned_only, schedules, validity
 from shardwise.plan.plan import Plan
 from shardwise.plan.rough_memory import activation_bytes, bytes_at_rest, usable_bytes
 from shardwise.plan.rule_of_thumb import has_no_bf16
+from shardwise.plan.violation import REPLAN, Rule, Violation
 from shardwise.units import format_bytes
 
-
-class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A broken rule: what, why, the fix in words, and the same fix as overrides of recipe keys."""
-
-    rule: str
-    what: str
-    why: str
-    fix: str
-    apply: dict[str, str | int] | None = None
-
-
-Rule = Callable[[Plan, int], Violation | None]
-
-# Degrees that are planned again after one of them was taken away.
-_REPLAN: dict[str, str | int] = {"train.plan.dp_replicate": "auto", "train.plan.dp_shard": "auto"}
 _PLAIN_PIPELINE: dict[str, str | int] = {"train.plan.schedule": "auto", "train.plan.stages_per_rank": "auto"}
 
 
@@ -86,62 +68,6 @@ def zero_matches_sharding(plan: Plan, world: int) -> Violation | None:
     )
 
 
-def _axis_runs(axis: str, later: str) -> Rule:
-    """The rule that the engine does not run this axis yet."""
-
-    def rule(plan: Plan, world: int) -> Violation | None:
-        degree = getattr(plan.decision.mesh, axis)
-        if degree == 1:
-            return None
-        by_hand = isinstance(plan.recipe.train.plan, PlanRequest)
-        return Violation(
-            rule=f"{axis}_runs",
-            what=f"{axis} = {degree} is planned only: this engine does not run it yet.",
-            why=f"{later} is not part of the engine yet; data parallel and full sharding are",
-            fix=f"train.plan.{axis} = 1" if by_hand else "train.plan.zero = 3 (full sharding over all ranks)",
-            apply={f"train.plan.{axis}": 1, **_REPLAN} if by_hand else {"train.plan.zero": 3},
-        )
-
-    return rule
-
-
-def _option_runs(key: str) -> Rule:
-    """The rule that the engine runs only "none" of this option yet."""
-
-    def rule(plan: Plan, world: int) -> Violation | None:
-        value = getattr(plan.decision, key)
-        if value == "none":
-            return None
-        return Violation(
-            rule=f"{key}_runs",
-            what=f'{key} = "{value}" is planned only: this engine does not run it yet.',
-            why=f"{key} is not part of the engine yet",
-            fix=f'train.plan.{key} = "none"',
-            apply={f"train.plan.{key}": "none"},
-        )
-
-    return rule
-
-
-def model_runs(plan: Plan, world: int) -> Violation | None:
-    problem = plan.arch.engine_problem() if plan.arch is not None else ""
-    if plan.recipe.model.hf is None and not problem:
-        return None
-    if plan.recipe.model.hf is None:
-        return Violation(
-            rule="model_runs",
-            what=f"{plan.arch.name if plan.arch else ''} is planned only: this engine does not build it yet.",
-            why=problem,
-            fix='model.preset = "llama-3-8b" or another Llama-style shape, or model.factory = "my.module:build"',
-        )
-    return Violation(
-        rule="model_runs",
-        what=f"model.hf = {plan.recipe.model.hf!r} is planned only: this engine does not build it yet.",
-        why="Hugging Face models are not part of the engine yet",
-        fix='model.preset = "decoder-2m", model.config = "config.json" or model.factory = "my.module:build"',
-    )
-
-
 def buckets_need_whole_copies(plan: Plan, world: int) -> Violation | None:
     decision = plan.decision
     if decision.bucket_cap_mb == "default" or decision.zero == 0:
@@ -164,7 +90,7 @@ def each_rank_has_a_sample(plan: Plan, world: int) -> Violation | None:
         what=f"A global batch of {batch} is smaller than {data} data-parallel ranks.",
         why="each rank takes at least one sample a step",
         fix=f"start {batch} ranks (train.devices = {batch}), or a global_batch of at least {data}",
-        apply={"train.devices": batch, **_REPLAN},
+        apply={"train.devices": batch, **REPLAN},
     )
 
 
@@ -178,18 +104,6 @@ def devices_exist(plan: Plan, world: int) -> Violation | None:
         why="each rank needs a GPU of its own",
         fix='train.devices = "auto" and train.plan = "auto"',
         apply={"train.devices": "auto", "train.plan": "auto"},
-    )
-
-
-def trainable_runs(plan: Plan, world: int) -> Violation | None:
-    if plan.recipe.model.trainable == "full":
-        return None
-    return Violation(
-        rule="trainable_runs",
-        what="model.trainable is planned only: this engine trains a shape's every parameter.",
-        why="frozen parts and adapters of a shape are not part of the engine yet; those of your own module are",
-        fix='model.trainable = "full", or a module with its adapters by model.factory = "my.module:build"',
-        apply={"model.trainable": "full"},
     )
 
 
@@ -266,7 +180,7 @@ def heads_divide(plan: Plan, world: int) -> Violation | None:
         what=f"tp = {tp} does not divide {plan.arch.num_heads} heads and {plan.arch.num_kv_heads} key-value heads.",
         why="tensor parallel gives each rank whole heads",
         fix=f"train.plan.tp = {' or '.join([str(dividing), *others])}",
-        apply={"train.plan.tp": dividing, **_REPLAN},
+        apply={"train.plan.tp": dividing, **REPLAN},
     )
 
 
@@ -337,7 +251,7 @@ def each_stage_has_a_block(plan: Plan, world: int) -> Violation | None:
         f"{plan.arch.num_layers} blocks.",
         why="each stage of a pipeline holds at least one block",
         fix='train.plan.schedule = "1f1b" and stages_per_rank = 1' if fewer else "train.plan.pp = 1, or fewer stages",
-        apply=plain if fewer else {"train.plan.pp": 1, **_PLAIN_PIPELINE, **_REPLAN},
+        apply=plain if fewer else {"train.plan.pp": 1, **_PLAIN_PIPELINE, **REPLAN},
     )
 
 
@@ -368,7 +282,7 @@ def tensor_parallel_stays_in_a_node(plan: Plan, world: int) -> Violation | None:
         what=f"tp = {tp} is more than the {devices} devices of a node.",
         why="tensor parallel communicates in every layer, which only the links inside a node carry",
         fix=f"train.plan.tp = {devices}, or fewer",
-        apply={"train.plan.tp": devices, **_REPLAN},
+        apply={"train.plan.tp": devices, **REPLAN},
     )
 
 
@@ -392,7 +306,7 @@ def states_fit(plan: Plan, world: int) -> Violation | None:
         f"{plan.cluster.device.name}.",
         why="weights, gradients and optimizer states alone, before any activation",
         fix='train.plan.zero = 3 and dp_shard = "auto"' if sharded else "more devices, or a smaller model",
-        apply={"train.plan.zero": 3, **_REPLAN} if sharded and plan.cluster.kind == "gpu" else None,
+        apply={"train.plan.zero": 3, **REPLAN} if sharded and plan.cluster.kind == "gpu" else None,
     )
 
 
@@ -426,29 +340,11 @@ def activations_fit(plan: Plan, world: int) -> Violation | None:
     )
 
 
-def trackers_run(plan: Plan, world: int) -> Violation | None:
-    if not plan.recipe.log:
-        return None
-    return Violation(
-        rule="trackers_run",
-        what=f"log = {list(plan.recipe.log)}, and no tracker is built yet.",
-        why="events go to JSON lines in the run's events folder, which a tracker can read",
-        fix="log = []",
-        apply={"log": "[]"},
-    )
-
-
 RULES: tuple[Rule, ...] = (
     degrees_make_the_world,
     devices_exist,
     zero_matches_sharding,
-    _axis_runs("cp", "context parallel"),
-    _axis_runs("ep", "expert parallel"),
-    _option_runs("offload"),
-    _option_runs("compression"),
-    model_runs,
-    trainable_runs,
-    trackers_run,
+    *planned_only.RULES,
     buckets_need_whole_copies,
     each_rank_has_a_sample,
     precision_exists,

@@ -2,10 +2,10 @@
 
 import json
 
-from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
 from shardwise.plan.rough_memory import activation_bytes, bytes_at_rest
 from shardwise.plan.schedules import stage_blocks
+from shardwise.plan.violation import Violation
 from shardwise.units import format_bytes, format_count
 
 

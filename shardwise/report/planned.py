@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shardwise.plan.automatic import Searched, share, words
-from shardwise.plan.check import Violation
 from shardwise.plan.choice import Choice
 from shardwise.plan.estimate import Estimate, Interval
 from shardwise.plan.plan import Decision, Plan
 from shardwise.plan.questions import WhatIf
 from shardwise.plan.shortfall import Shortfall
+from shardwise.plan.violation import Violation
 from shardwise.units import format_bytes, format_count, format_seconds
 
 HEAD = ("", "plan", "micro-batch", "recompute", "step", "80 %", "tokens/s a GPU", "MFU", "memory", "80 %")

@@ -11,8 +11,8 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.names import canonical
-from shardwise.plan.check import Violation
 from shardwise.plan.mesh import AXES, Coord
+from shardwise.plan.violation import Violation
 from shardwise.torch_private import needs_data
 
 _OURS, _TORCHS = (str(Path(file).parent) for file in (Path(__file__).parent, torch.__file__))

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from shardwise.inputs.recipe import PlanRequest
 from shardwise.plan import combinations
-from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
 from shardwise.plan.rough_memory import activation_bytes
+from shardwise.plan.violation import Violation
 from shardwise.units import format_bytes
 from shardwise.verify.values import CATEGORIES, LiveBytes, RankRun
 

@@ -4,8 +4,8 @@ from typing import Literal
 
 import msgspec
 
-from shardwise.plan.check import Violation
 from shardwise.plan.mesh import Coord
+from shardwise.plan.violation import Violation
 
 Phase = Literal["built", "forward", "backward", "optimizer", "rest"]
 PHASES: tuple[Phase, ...] = ("built", "forward", "backward", "optimizer", "rest")

@@ -9,10 +9,11 @@ from shardwise.errors import PlanInfeasible
 from shardwise.inputs.arch import Arch, preset
 from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster, parse_cluster
 from shardwise.inputs.recipe import SHAPE_ALONE, Recipe, from_keys, with_overrides
-from shardwise.plan.check import RULES, Violation, check, require
+from shardwise.plan.check import RULES, check, require
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Plan
 from shardwise.plan.rule_of_thumb import plan
+from shardwise.plan.violation import Violation
 
 CPU = local_cluster(MachineFacts(cpus=4, host_memory_bytes=64 * 2**30))
 KEYS: Mapping[str, object] = {

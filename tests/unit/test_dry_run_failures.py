@@ -16,8 +16,8 @@ from torch import nn
 
 from shardwise.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 from shardwise.inputs.recipe import ModelSpec
-from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
+from shardwise.plan.violation import Violation
 from shardwise.train.loss import Loss
 from shardwise.verify.dry_run import dry_run
 from shardwise.verify.subject import Subject, like

@@ -9,8 +9,8 @@ import pytest
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.hardware import Cluster, parse_cluster
 from shardwise.plan import check, rough_memory, rule_of_thumb
-from shardwise.plan.check import Violation
 from shardwise.plan.plan import Plan
+from shardwise.plan.violation import Violation
 from shardwise.verify.dry_run import dry_run
 from shardwise.verify.fits import fits
 from shardwise.verify.subject import subject_of
