@@ -15,7 +15,8 @@ from shardwise.launch import local
 from shardwise.launch.outcome import RankExit, RankLog, rank_exits
 
 POLL_SECONDS = 0.05
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# USR1: what SLURM sends ahead of a job's end (--signal=USR1@120).
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # A traceback is held back this long: if the job ends meanwhile, the first failing rank's is shown instead.
 HOLD_SECONDS = 20.0
 
@@ -32,13 +33,15 @@ def watch(
     process: "subprocess.Popen[bytes]",
     tick: Callable[[], None],
     *,
+    came: list[int] | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Ended:
     """Call `tick` until the job has ended. The first signal goes to the ranks; a second Ctrl-C ends all.
 
-    A hang-up after a TERM, as when a session is closed, is no second wish: the ranks are saving already.
+    A hang-up after a TERM, as when a session is closed, is no second wish: the ranks are saving already. `came`: the
+    list of a `received` that the caller is in, with what came before.
     """
-    with _received() as signals:
+    with received(came) as signals:
         forwarded = False
         while process.poll() is None:
             if signals.count(signal.SIGINT) > 1:
@@ -56,8 +59,11 @@ def watch(
 
 
 @contextlib.contextmanager
-def _received() -> Iterator[list[int]]:
-    """The signals that came, in order, instead of what they would do."""
+def received(outer: list[int] | None = None) -> Iterator[list[int]]:
+    """The signals that came, in order, instead of what they would do; `outer`, where somebody notes them already."""
+    if outer is not None:
+        yield outer
+        return
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -72,8 +78,8 @@ def _received() -> Iterator[list[int]]:
 
 
 def _forward(launcher: int, number: int) -> None:
-    """To the ranks, not to torchrun, which would end them before they have saved. A hang-up is a TERM."""
-    sent = signal.SIGTERM if number == signal.SIGHUP else number
+    """To the ranks, not to torchrun, which would end them before they have saved. A hang-up, a USR1 are a TERM."""
+    sent = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
     for pid in local.worker_pids(launcher):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, sent)
