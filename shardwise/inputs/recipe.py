@@ -15,6 +15,7 @@ from shardwise.errors import RecipeError
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
+DEVICES = "^(auto|[1-9][0-9]*:[1-9][0-9]*)$"
 Role = Literal["column", "row", "embedding", "head", "replicated"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv", "dualpipev"]
@@ -155,10 +156,18 @@ class PlanRequest(Value, frozen=True):
     bucket_cap_mb: Literal["auto"] | Positive = "auto"
 
 
+class Restarts(Value, frozen=True):
+    """How many attempts may end by a crash or a lost rank, and by a hang, before the run ends; 0 is none."""
+
+    crashes: NonNegative = 3
+    hangs: NonNegative = 2
+
+
 class TrainSpec(Value, frozen=True):
     """Exactly one of steps, epochs, tokens says when it is finished. `guard_every_steps`: 0 is never.
 
     cluster: "local", or a file that `shardwise doctor --measure` wrote on this machine: the plan then knows its speed.
+    devices: ranks on each node; "2:4" is four, and as few as two where others failed.
     """
 
     steps: Positive | None = None
@@ -166,10 +175,29 @@ class TrainSpec(Value, frozen=True):
     tokens: Positive | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "fp8"] = "auto"
     plan: Literal["auto"] | PlanRequest = "auto"
-    devices: Literal["auto"] | Positive = "auto"
+    devices: Positive | Annotated[str, msgspec.Meta(pattern=DEVICES)] = "auto"
     cluster: str = "local"
     evaluate_every_steps: NonNegative = 0
     guard_every_steps: NonNegative = 100
+    restarts: Restarts = Restarts()
+
+
+def device_span(devices: int | str) -> tuple[int, int] | None:
+    """Of train.devices, the fewest and the most ranks on a node; None for "auto".
+
+    Raises: RecipeError where the fewest are more than the most.
+    """
+    if devices == "auto":
+        return None
+    least, _, most = str(devices).partition(":")
+    span = int(least), int(most or least)
+    if span[0] > span[1]:
+        raise RecipeError(
+            f'train.devices = "{devices}" asks for at least {span[0]} and at most {span[1]}.',
+            why="the fewest come first",
+            fix=f'train.devices = "{span[1]}:{span[0]}"',
+        )
+    return span
 
 
 class CheckpointPolicy(Value, frozen=True):
@@ -248,6 +276,7 @@ def require_complete(recipe: Recipe, where: str = "recipe") -> None:
     if isinstance(model.trainable, TrainableSpec):
         parts: dict[str, object] = {"frozen": model.trainable.frozen, "lora": model.trainable.lora}
         choices.append(("model.trainable", parts, "lora = { rank = 8 }"))
+    device_span(train.devices)
     for table, values, example in choices:
         chosen = [key for key, value in values.items() if value not in (None, ())]
         if table == "train" and not chosen and model.given is not None:
@@ -401,6 +430,7 @@ ALLOWED_CHANGES = (
     "batch.micro_batch",
     "train.plan",
     "train.devices",
+    "train.restarts",
     "train.guard_every_steps",
     "model.roles",
     "model.sequence_parallel",
