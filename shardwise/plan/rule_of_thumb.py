@@ -14,7 +14,7 @@ import msgspec
 from shardwise.errors import RecipeError
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster
-from shardwise.inputs.recipe import PipelineSchedule, PlanRequest, Recipe
+from shardwise.inputs.recipe import PipelineSchedule, PlanRequest, Recipe, device_span
 from shardwise.plan import combinations
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Decision, Plan
@@ -142,8 +142,11 @@ def world_of(
     """How many ranks, and why."""
     if world is not None:
         return world, (f"{world} {_plural(world, 'rank')}: as started",)
-    if recipe.train.devices != "auto":
-        return recipe.train.devices, (f"{recipe.train.devices} devices: asked for by train.devices",)
+    span = device_span(recipe.train.devices)
+    if span is not None:
+        least, most = span
+        ranks = most if cluster.kind == "cpu" else min(most, max(least, cluster.devices))
+        return ranks, (f"{ranks} {_plural(ranks, 'device')}: asked for by train.devices",)
     fixed = fixed_world(recipe)
     if fixed is not None:
         return fixed, (f"{fixed} {_plural(fixed, 'rank')}: the product of the degrees in train.plan",)
