@@ -96,6 +96,31 @@ def watched() -> bool:
     return os.environ.get("SHARDWISE_WATCHED") == "1"
 
 
+def notice_seconds() -> float | None:
+    """What a launcher passes on of its scheduler's notice (SLURM's --signal, a pod's grace); None where none does.
+
+    Raises: RecipeError for what is no positive number of seconds.
+    """
+    said = os.environ.get("SHARDWISE_NOTICE_SECONDS")
+    if said is None:
+        return None
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise RecipeError(
+            f"SHARDWISE_NOTICE_SECONDS is {said!r}, not a number of seconds.",
+            fix="set it to the seconds between the signal and the end of the job, or unset it",
+        )
+    return seconds
+
+
+def in_pod() -> bool:
+    """Whether this process runs in a Kubernetes pod."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
 def injected_fault(name: str) -> str | None:
     """A planted fault for tests, `SHARDWISE_FAULT_<NAME>`; None in every real run."""
     return os.environ.get(f"SHARDWISE_FAULT_{name.upper()}")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise import ranks
+from shardwise.checkpoint.interval import MOST_STEPS
 from shardwise.checkpoint.manifest import Damaged, Json, Manifest, digest_of, read_manifest
 from shardwise.checkpoint.restore import Names, Staged, apply, check_world, names_of, stage
 from shardwise.checkpoint.retention import Committed, delete_folder, folder_name, look, surplus
@@ -146,7 +147,7 @@ class Checkpointer:
         if asked is not None:
             self.save(step, why=signal.Signals(asked).name)
             raise SystemExit(exit_code(asked))
-        every = self.policy.every_steps
+        every = MOST_STEPS if self.policy.every_steps == "auto" else self.policy.every_steps
         if every == 0 or step % every:
             return False
         self.save(step, why=f"every {every} steps")

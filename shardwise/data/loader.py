@@ -179,7 +179,7 @@ def _read(data: Ordered, reading: Reading, start: int) -> Generator[Micros, None
     ahead = (cell for _, own in planned() for cell in own)
     with contextlib.closing(_fetched(_Reader(data, reading.seed, reading.shuffle), ahead)) as batches:
         for step, own in planned():
-            micro = tuple(MicroBatch(next(batches), cell.weight, cell.samples) for cell in own)
+            micro = tuple(MicroBatch(next(batches), cell.weight, cell.samples, cell.first) for cell in own)
             yield Micros(micro, step.first, step.samples, step.epoch, step.last_of_epoch, step.next_position)
 
 

@@ -9,12 +9,14 @@ import msgspec
 class MicroBatch(msgspec.Struct, frozen=True):
     """One forward on one rank. `weight` is 1, or 0 for a dummy whose loss and count must not count.
 
-    `samples` are those that count: what a padded batch repeats is not among them.
+    `samples` are those that count: what a padded batch repeats is not among them. `first`: the first one's position in
+    the global order; None in a Stream, whose order is its own.
     """
 
     batch: Any
     weight: float
     samples: int
+    first: int | None = None
 
 
 class Micros(msgspec.Struct, frozen=True):

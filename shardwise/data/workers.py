@@ -112,6 +112,7 @@ class _Begin:
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler may send it to every process of the job
         if self.user is not None:
             self.user(worker)
 

@@ -13,8 +13,12 @@ from shardwise.events.values import (
     Event,
     Failed,
     Fallback,
+    FlushLate,
+    Goodput,
+    LossSpike,
     NonFiniteLoss,
     Resumed,
+    RolledBack,
     RunStarted,
     Saved,
     SettingsChanged,
@@ -59,6 +63,17 @@ def sentence(event: Event) -> str | None:
     if isinstance(event, NonFiniteLoss):
         why = f"loss {event.loss}, gradient norm {event.grad_norm}"
         return f"step {event.step}: {why}: update skipped on all ranks ({event.in_a_row} in a row)"
+    if isinstance(event, LossSpike):
+        return (
+            f"step {event.step}: loss {event.loss:.4g} is {event.times:.0f} spreads above the usual {event.usual:.4g}"
+        )
+    if isinstance(event, RolledBack):
+        over = f"; {event.passed_over} samples are passed over" if event.passed_over else ""
+        return f"step {event.from_step}: back to step {event.step}, {event.path} ({event.why}){over}"
+    if isinstance(event, FlushLate):
+        return _late(event)
+    if isinstance(event, Goodput):
+        return f"time went into: {went_into(event)}"
     if isinstance(event, Fallback):
         return f"{event.what} ({event.why})"
     if isinstance(event, SettingsChanged):
@@ -70,6 +85,21 @@ def sentence(event: Event) -> str | None:
     if isinstance(event, Stopped) and event.reason == "signal":
         return f"stopped after step {event.step}, saved; the same command goes on"
     return None
+
+
+def went_into(event: Goodput) -> str:
+    """`useful 96.1 %, replayed 2.3 %, stalled 0.9 %, restarting 0.7 % of 1 h 20 min in 3 attempts, 120 steps lost`."""
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in event.shares().items())
+    attempts = f" in {event.attempts} attempts, {event.lost_steps} steps lost" if event.attempts > 1 else ""
+    return f"{shares} of {format_seconds(event.total)}{attempts}"
+
+
+def _late(event: FlushLate) -> str:
+    lost, notice = event.step - event.saved_step, format_seconds(event.notice_seconds)
+    return (
+        f"the notice of {notice} ({event.source}) is over in {event.phase}, the save is not: {lost} steps since step "
+        f"{event.saved_step} are lost if this process is ended now"
+    )
 
 
 def compared(event: Compared) -> str:

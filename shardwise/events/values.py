@@ -100,6 +100,59 @@ class NonFiniteLoss(Event, frozen=True, tag="non_finite_loss"):
     in_a_row: int
 
 
+class LossSpike(Event, frozen=True, tag="loss_spike"):
+    """The loss of `step` is `times` the usual spread above the usual one (`usual`) of the steps before."""
+
+    step: int
+    loss: float
+    usual: float
+    times: float
+
+
+class RolledBack(Event, frozen=True, tag="rolled_back"):
+    """The run goes on after `step`, from the checkpoint at `path`; the steps up to `from_step` are undone.
+
+    `passed_over`: samples of the undone steps that are not read again.
+    """
+
+    step: int
+    from_step: int
+    path: str
+    why: str
+    passed_over: int = 0
+
+
+class FlushLate(Event, frozen=True, tag="flush_late"):
+    """A stop's notice is over and its save is not: `step` is trained, `saved_step` the newest that is committed."""
+
+    step: int
+    saved_step: int
+    phase: str
+    notice_seconds: float
+    source: str
+
+
+class Goodput(Event, frozen=True, tag="goodput"):
+    """Seconds of the run over all its attempts, by what they went into; `events.goodput` says how they are counted."""
+
+    useful: float
+    replayed: float
+    stalled: float
+    restarting: float
+    attempts: int
+    lost_steps: int
+
+    @property
+    def total(self) -> float:
+        return self.useful + self.replayed + self.stalled + self.restarting
+
+    def shares(self) -> dict[str, float]:
+        """The parts as fractions that sum to one; empty where no time has passed."""
+        parts = {"useful": self.useful, "replayed": self.replayed, "stalled": self.stalled}
+        parts["restarting"] = self.restarting
+        return {name: seconds / self.total for name, seconds in parts.items()} if self.total > 0 else {}
+
+
 class Fallback(Event, frozen=True, tag="fallback"):
     """Something harmless went another way than asked."""
 
@@ -175,6 +228,10 @@ AnyEvent = (
     | Saved
     | Resumed
     | NonFiniteLoss
+    | LossSpike
+    | RolledBack
+    | FlushLate
+    | Goodput
     | Fallback
     | SettingsChanged
     | Failed

@@ -14,6 +14,7 @@ from shardwise.errors import RecipeError
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+PositiveNumber = Annotated[float, msgspec.Meta(gt=0.0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 DEVICES = "^(auto|[1-9][0-9]*:[1-9][0-9]*)$"
 Role = Literal["column", "row", "embedding", "head", "replicated"]
@@ -201,10 +202,15 @@ def device_span(devices: int | str) -> tuple[int, int] | None:
 
 
 class CheckpointPolicy(Value, frozen=True):
-    """Save every so many steps (0: only at the end and when stopped); keep the newest `keep`."""
+    """Save every so many steps (0: only at the end and when stopped); keep the newest `keep`.
 
-    every_steps: NonNegative = 500
+    "auto": as often as what a save costs and how often runs die suggest, and at least every 500 steps.
+    `notice_seconds`: between the signal to stop and the end of the process; "auto": as the launcher says, else 15.
+    """
+
+    every_steps: Literal["auto"] | NonNegative = "auto"
     keep: Positive = 3
+    notice_seconds: Literal["auto"] | PositiveNumber = "auto"
 
 
 class Recipe(Value, frozen=True):

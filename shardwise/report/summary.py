@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.events.live import compared
-from shardwise.events.values import AnyEvent, Compared, Evaluated, Finished, Saved, Step
+from shardwise.events.live import compared, went_into
+from shardwise.events.values import AnyEvent, Compared, Evaluated, Finished, Goodput, Saved, Step
 from shardwise.plan.plan import Plan
 from shardwise.units import format_count, format_seconds
 
@@ -29,6 +29,9 @@ def text(plan: Plan, events: Sequence[AnyEvent], run: str) -> str:
     prediction = _compared(events)
     if prediction is not None:
         lines.append(f"prediction {compared(prediction)}")
+    spent = _goodput(events)
+    if spent is not None:
+        lines.append(f"time       {went_into(spent)}")
     lines.append(f"run        {run}")
     if finished is not None and finished.sample:
         lines += ["sample", *(f"  | {line}" for line in printable(finished.sample).split("\n"))]
@@ -66,6 +69,10 @@ def _compared(events: Sequence[AnyEvent]) -> Compared | None:
     return next((event for event in reversed(events) if isinstance(event, Compared)), None)
 
 
+def _goodput(events: Sequence[AnyEvent]) -> Goodput | None:
+    return next((event for event in reversed(events) if isinstance(event, Goodput)), None)
+
+
 def _prediction(event: Compared | None) -> dict[str, Any] | None:
     """Of a program's line: what was predicted and measured, their ratio, and whether within the 80 % interval."""
     if event is None:
@@ -99,6 +106,7 @@ def last_line(events: Sequence[AnyEvent], run: str, exit_code: int) -> str:
     steps = [event for event in events if isinstance(event, Step)]
     saved = [event for event in events if isinstance(event, Saved)]
     first, last = _losses(events)
+    spent = _goodput(events)
     line = {
         "run": run,
         "exit_code": exit_code,
@@ -109,6 +117,7 @@ def last_line(events: Sequence[AnyEvent], run: str, exit_code: int) -> str:
         "valid_loss": _number(evaluations[-1].loss if evaluations else finished.valid_loss if finished else None),
         "tokens_per_second": _number(finished.tokens_per_second if finished else None),
         "mfu": _number(steps[-1].mfu if steps else None),
+        "goodput": {**spent.shares(), "attempts": spent.attempts, "lost_steps": spent.lost_steps} if spent else None,
         "prediction": _prediction(_compared(events)),
         "checkpoint": saved[-1].path if saved else finished.checkpoint if finished else None,
     }

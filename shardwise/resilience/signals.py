@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a flag that is set at once, also while the main thread waits in a collective."""
+"""SIGINT, SIGTERM and SIGUSR1 as a flag that is set at once, also while the main thread waits in a collective."""
 
 import os
 import signal
@@ -9,7 +9,8 @@ from types import FrameType, TracebackType
 
 from shardwise.errors import EXIT_INTERRUPTED, BadInput
 
-_STOPS = (signal.SIGINT, signal.SIGTERM)
+# USR1: what SLURM sends ahead of a job's end (--signal=USR1@120).
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _END = 0  # no signal has this number
 _Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -19,8 +20,8 @@ _active: list["StopSignals"] = []
 
 
 class StopSignals:
-    """While entered, the first SIGINT or SIGTERM sets `received`; a second SIGINT ends the process at
-    once, with 130.
+    """While entered, the first SIGINT, SIGTERM or SIGUSR1 sets `received` and, in a thread, calls `told` with its
+    number; a second SIGINT ends the process at once, with 130.
 
     Python runs a signal's handler only between two bytecodes of the main thread, which may be seconds away
     in a collective. So the signal's number comes through `signal.set_wakeup_fd`, written by the C handler,
@@ -28,7 +29,8 @@ class StopSignals:
     StopSignals) are passed on. Can be nested, and entered again after it was left. Main thread only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[int], None] | None = None) -> None:
+        self._told = told
         self._received: int | None = None
         self._interrupts = 0
         self._reader: socket.socket | None = None
@@ -91,6 +93,8 @@ class StopSignals:
     def _note(self, number: int) -> None:
         if number in _STOPS and self._received is None:
             self._received = number
+            if self._told is not None:
+                self._told(number)
         self._interrupts += number == signal.SIGINT
         if self._interrupts == 2:
             os._exit(EXIT_INTERRUPTED)
@@ -100,8 +104,9 @@ class StopSignals:
     def _leave_in_child(self) -> None:
         """The child can be terminated as before; Ctrl-C stays the parent's to answer."""
         signal.set_wakeup_fd(-1)
-        before = self._handlers[signal.SIGTERM]
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            before = self._handlers[number]
+            signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

@@ -7,7 +7,9 @@ from collections import deque
 from shardwise import ranks
 from shardwise.environment import watched
 from shardwise.events import values as happened
+from shardwise.events.goodput import goodput
 from shardwise.events.live import LiveLine
+from shardwise.events.reader import read
 from shardwise.events.sinks import Events, EventSink
 from shardwise.events.writer import EventWriter
 from shardwise.inputs.recipe import Change
@@ -17,6 +19,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import predict, why_none
 from shardwise.profiling.utilization import model_flops_utilization
 from shardwise.train.evaluate import Evaluation
+from shardwise.train.spikes import Spike
 
 # The first steps pay for allocation, caches and compilation; speed is a mean over this many of the latest.
 SPEED_WINDOW_STEPS = 20
@@ -37,6 +40,7 @@ class Journal:
         self.last_loss: float | None = None
         self.valid_loss: float | None = None
         self.samples, self.tokens, self.seconds = 0, 0, 0.0
+        self.longest_step = 0.0  # of this attempt, without its first, which compiles
         self.recent: list[tuple[int, float]] = []
         # Asked before anything is trained: what the cost model cannot do is no reason to fail at the end of a run.
         self.predicted = predict(plan) if ranks.is_main() else None
@@ -76,6 +80,7 @@ class Journal:
         self.samples = position
         self.tokens += tokens or 0
         self.seconds += seconds
+        self.longest_step = max(self.longest_step, seconds) if self.made else 0.0
         self.made += 1
         if self.made > WARM_UP_STEPS:
             self.step_seconds.append(seconds)
@@ -121,6 +126,18 @@ class Journal:
 
     def non_finite(self, number: int, loss: float, norm: float, in_a_row: int) -> None:
         self.events.emit(happened.NonFiniteLoss(step=number, loss=loss, grad_norm=norm, in_a_row=in_a_row))
+
+    def spike(self, spike: Spike) -> None:
+        self.events.emit(happened.LossSpike(step=spike.step, loss=spike.loss, usual=spike.usual, times=spike.times))
+
+    def goodput(self) -> None:
+        """What the run's time went into, over all its attempts."""
+        if not ranks.is_main():
+            return
+        paths = [events_path(self.opened.folder, attempt) for attempt in range(1, self.opened.attempt + 1)]
+        found = goodput([read(path) for path in paths if path.exists()])
+        if found is not None:
+            self.events.emit(found)
 
     def compared(self, measured_memory_bytes: float | None) -> None:
         """The prediction beside the measurement, once this attempt has made a step after its warm-up."""

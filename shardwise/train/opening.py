@@ -10,6 +10,8 @@ import msgspec
 from shardwise import ranks
 from shardwise.environment import hostname
 from shardwise.errors import RunFolderError
+from shardwise.events.reader import read
+from shardwise.events.values import AnyEvent
 from shardwise.inputs.recipe import Change, Recipe
 from shardwise.launch import run_folder
 from shardwise.launch.run_folder import RunState
@@ -50,6 +52,12 @@ def require_shared(folder: Path) -> None:
             why="the run folder is local to a node; checkpoints would be torn over the nodes",
             fix="put the run on a file system that every node mounts (run = ...)",
         )
+
+
+def told_before(opened: RunState) -> list[list[AnyEvent]]:
+    """The events of this run's earlier attempts, oldest first."""
+    paths = [run_folder.events_path(opened.folder, attempt) for attempt in range(1, opened.attempt)]
+    return [read(path) for path in paths if path.exists()]
 
 
 def say_finished(opened: RunState) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise import ranks
 from shardwise.data import mixture
+from shardwise.environment import in_pod, notice_seconds
 from shardwise.errors import ModelError, PlanInfeasible, RecipeError
 from shardwise.inputs import arch as archs
 from shardwise.inputs import recipe as recipes
@@ -25,6 +26,7 @@ from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
 from shardwise.plan import automatic, rule_of_thumb
 from shardwise.plan.plan import Decision, Plan
+from shardwise.resilience.budget import Budget, budget_of
 from shardwise.train.loss import Loss
 
 Initialize = Callable[[nn.Module], None]
@@ -282,3 +284,9 @@ def factor(schedule: Schedule | Callable[[int], float] | None, total: int) -> Ca
 
 def with_recipe(plan: Plan, recipe: Recipe) -> Plan:
     return msgspec.structs.replace(plan, recipe=recipe)
+
+
+def stop_budget(recipe: Recipe) -> Budget:
+    """How long this process has between a signal to stop and its end. Raises: RecipeError."""
+    asked = recipe.checkpoint.notice_seconds
+    return budget_of(None if asked == "auto" else asked, notice_seconds(), in_pod())

@@ -15,8 +15,11 @@ from torch import nn
 
 from shardwise import ranks
 from shardwise.checkpoint.checkpointer import Checkpointer
+from shardwise.checkpoint.interval import Interval, record_of
+from shardwise.data import ledger
 from shardwise.data.batches import as_data
-from shardwise.data.loader import seed_generators
+from shardwise.data.ledger import Ledger
+from shardwise.data.loader import Loader, seed_generators
 from shardwise.data.micros import Micros
 from shardwise.data.order import seed_of
 from shardwise.errors import (
@@ -24,10 +27,12 @@ from shardwise.errors import (
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
     NonFinite,
+    RanksDiverged,
     RecipeError,
     ShardwiseError,
     TrainingFailed,
 )
+from shardwise.events.values import Event
 from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe
 from shardwise.launch import run_folder
 from shardwise.launch.run_folder import RunState
@@ -36,6 +41,7 @@ from shardwise.optimizer.schedules import Schedule
 from shardwise.parallel.parallelize import parallel_of, parallelize, refuse_mixing
 from shardwise.plan.plan import Plan
 from shardwise.profiling import memory_use, probe
+from shardwise.resilience.budget import Flush, fits, told
 from shardwise.resilience.guards import Guards
 from shardwise.resilience.leaving import in_order
 from shardwise.resilience.signals import StopSignals
@@ -48,6 +54,7 @@ from shardwise.train.journal import Journal
 from shardwise.train.loss import LossFunction
 from shardwise.train.position import Position
 from shardwise.train.scaler import LossScaler
+from shardwise.train.spikes import Spikes
 from shardwise.train.step import (
     Inputs,
     StepLoss,
@@ -61,6 +68,8 @@ from shardwise.train.step import (
     scale_gradients,
     squares,
 )
+from shardwise.train.stopping import Stopping
+from shardwise.units import format_seconds
 
 NON_FINITE_LIMIT = 3
 
@@ -211,7 +220,9 @@ class Trainer:
         with contextlib.ExitStack() as held:
             opened = opening.open_run(held, recipe, fresh=self.fresh)
             self.fresh = False  # a second run() of this Trainer goes on with the first one's run
-            signals = held.enter_context(StopSignals())
+            self.stopping = Stopping(setup.stop_budget(recipe), WHERE, self._steps_kept, self._say)
+            held.callback(self.stopping.end)
+            signals = held.enter_context(StopSignals(self.stopping.begin))
             if opened.finished:
                 # What the script does after its loop, evaluate() say, is done with the weights that the run ended with.
                 self._prepare(recipe, total, opened)
@@ -265,15 +276,20 @@ class Trainer:
         flags = [
             bool(self._stop_reason),
             signals.received == signal.SIGINT,
-            signals.received == signal.SIGTERM,
+            signals.received not in (None, signal.SIGINT),
+            ranks.is_main() and self.interval.asks(),
         ]
-        outcome, extra = agree(self.parallel, sums, [squares(self.parallel), *map(float, flags)])
-        self._agreed = tuple(count > 0 for count in extra[1:])
+        read = ledger.read_sums(micros) if self.parallel.speaks else (0, 0, 0)
+        outcome, extra = agree(self.parallel, sums, [squares(self.parallel), *map(float, (*flags, *read))])
+        self._agreed = tuple(count > 0 for count in extra[1:5])
+        self._require_read_once(micros, extra[5:])
         if self._agreed[0] and self.position.drop(micros):
             return None
         norm = math.sqrt(extra[0]) / (divisor(outcome) * self.scaler.scale)
         applied = self._update(outcome, norm, gradients, number)
         self.number = number
+        self.ledger.add(number, micros.first, micros.samples, micros.next_position)
+        self._look_for_spike(number, outcome.loss)
         lr = float(self.optimizer.param_groups[0]["lr"])
         step = Step(number, outcome.loss, norm, lr, outcome.metrics, outcome.losses, micros.samples, micros.epoch,
                     ranks.is_main(), applied)  # fmt: skip
@@ -303,6 +319,20 @@ class Trainer:
         self.optimizer.step()
         return True
 
+    def _require_read_once(self, micros: Micros, read: Sequence[float]) -> None:
+        """Raises: RanksDiverged, on every rank, where the ranks together did not read this step's samples once each."""
+        if isinstance(self.loader, Loader) and not ledger.agrees(micros, read):
+            raise RanksDiverged(
+                f"The ranks did not read samples {micros.first} to {micros.next_position - 1} once each.",
+                why="two ranks take themselves for the same part of the data, or one is at another step",
+                fix="start every rank by one launcher (shardwise train, torchrun), and leave the loader to the Trainer",
+            )
+
+    def _look_for_spike(self, number: int, loss: float) -> None:
+        spike = self.spikes.look(number, loss)
+        if spike is not None and spike.step == spike.since:
+            self.journal.spike(spike)
+
     def _skip(self, outcome: StepLoss, norm: float, number: int) -> None:
         if self.scaler.enabled and outcome.finite:
             self.journal.fallback(
@@ -325,16 +355,21 @@ class Trainer:
         if every and number % every == 0 and number < total:
             self.evaluate()
         if self._agreed[1] or self._agreed[2]:
-            code, name = (EXIT_INTERRUPTED, "SIGINT") if self._agreed[1] else (EXIT_REQUEUE, "SIGTERM")
-            self._save(name)
-            self._compare()
-            self.journal.stopped(number, "signal", code)
-            ranks.stop()
-            raise SystemExit(code)
-        saves = self.plan.recipe.checkpoint.every_steps
-        if saves and number % saves == 0 and number < total:
+            self._leave(number)
+        if number < total and self.interval.due(number, self._agreed[3]):
             self._save("policy")
         return number >= total or self._agreed[0]
+
+    def _leave(self, number: int) -> None:
+        """After a signal on any rank: save, and end this process. Collective. Raises: SystemExit."""
+        code, name = (EXIT_INTERRUPTED, "SIGINT") if self._agreed[1] else (EXIT_REQUEUE, "SIGTERM")
+        self._save(name)
+        self.stopping.end()
+        self._compare()
+        self.journal.goodput()
+        self.journal.stopped(number, "signal", code)
+        ranks.stop()
+        raise SystemExit(code)
 
     def _finish(self, total: int) -> None:
         if self.valid is not None:
@@ -342,6 +377,7 @@ class Trainer:
         done = self.number >= total
         self._save("finished" if done else f"stopped: {self._stop_reason}")
         self._compare()
+        self.journal.goodput()
         if done:
             self.journal.finished(self.number, self.sample())
             opening.record_finished(self.plan.recipe, self.number)
@@ -355,7 +391,7 @@ class Trainer:
         WHERE.folder, WHERE.attempt = opened.folder, opened.attempt
         self.plan = setup.with_recipe(self.plan, recipe)
         self.factor = setup.factor(self.schedule, total)
-        self._agreed = (False, False, False)
+        self._agreed = (False, False, False, False)
         self._stop_reason, self.non_finite_in_a_row = "", 0
         per_sample = getattr(self.data, "tokens_per_sample", None)
         peak = probe.peak_flops_per_second(self.plan.decision.precision)
@@ -363,12 +399,15 @@ class Trainer:
         self.loader = self._loader()
         self.position = Position(self.loader)
         self.scaler.start(self.plan.decision.global_batch * (per_sample or 1))
+        self.interval = self._interval(recipe, opened)
+        self.ledger, self.spikes = Ledger(opened.attempt), Spikes()
+        own = {"trainer.scaler": self.scaler, "trainer.ledger": self.ledger, "trainer.spikes": self.spikes}
         self.checkpointer = Checkpointer(
             opened.folder,
             self.model,
             self.optimizer,
             data=self.position,
-            state=ChainMap(self.state, {"trainer.scaler": self.scaler}),
+            state=ChainMap(self.state, own),
             policy=recipe.checkpoint,
             events=self.journal.events,
         )
@@ -381,6 +420,8 @@ class Trainer:
                 fix="make a new Trainer, or save before the loop is left (checkpoint.every_steps, trainer.save())",
             )
         WHERE.step = self.number
+        self.interval.started(self.number)
+        self.flushes = True
         self.guards = Guards(
             self.model, self.plan.decision.mesh,
             every_steps=recipe.train.guard_every_steps, aliases=self.parallel.aliases,
@@ -399,6 +440,22 @@ class Trainer:
         if self.not_tried:
             self.journal.fallback("the module was not run in its parts before training", self.not_tried)
 
+    def _interval(self, recipe: Recipe, opened: RunState) -> Interval:
+        earlier = opening.told_before(opened) if ranks.is_main() else []
+        return Interval(recipe.checkpoint.every_steps, nodes=self.plan.cluster.nodes, record=record_of(earlier))
+
+    def _steps_kept(self) -> tuple[int, int]:
+        """The newest step that is trained, and the newest that is committed. Called from a thread beside the loop."""
+        checkpointer = getattr(self, "checkpointer", None)
+        saved = self.number if checkpointer is None else checkpointer.saved_step or 0
+        return self.number, saved
+
+    def _say(self, event: Event) -> None:
+        """From a thread beside the loop."""
+        journal = getattr(self, "journal", None)
+        if journal is not None:
+            journal.events.emit(event)
+
     def _compare(self) -> None:
         """Hold what the plan was predicted to take against what it took. Collective."""
         held = ranks.gather_json(memory_use.peak_bytes())
@@ -416,8 +473,19 @@ class Trainer:
 
     def _save(self, why: str) -> None:
         WHERE.phase = "save"
-        if self.checkpointer.saved_step != self.number:
-            self.checkpointer.save(self.number, why, samples=self.position.samples)
+        if self.checkpointer.saved_step == self.number:
+            return
+        saved = self.checkpointer.save(self.number, why, samples=self.position.samples)
+        self._learn_from(saved.seconds, saved.seconds)
+
+    def _learn_from(self, stall: float, lag: float) -> None:
+        """From a save: how often to save, and whether a stop's notice is long enough; told when it is not."""
+        flush, budget = Flush(self.journal.longest_step, lag), self.stopping.budget
+        self.interval.saved(self.number, stall, lag, flushes=fits(flush, budget))
+        if not fits(flush, budget) and self.flushes:
+            self.flushes = False
+            loses = f"what was trained since the last save, up to {format_seconds(self.interval.seconds)} of work"
+            self.journal.fallback("a stop may come too soon for its save", told(flush, budget, loses))
 
     def evaluate(self, data: Any = None) -> Evaluation:
         """The loss and metrics over all of `data` (default: `valid`), the same on every rank. Collective."""
