@@ -1,9 +1,9 @@
-"""How it ended: which rank failed first, of what, and the exit code of the whole. Pure."""
+"""How it ended: which rank failed first, of what, its cause, and the exit code of the whole. Pure."""
 
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -19,6 +19,25 @@ from shardwise.events.values import AnyEvent, Failed, Stopped
 # Deaths that nothing in Python can record; an abort is what a runtime does after an error that was recorded.
 NATIVE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 TAIL_LINES = 20
+
+# Why an attempt ended. `lost`: a rank or node is gone, by KILL or without a word; `diverged`: its numbers are no good.
+Cause = Literal[
+    "done", "preempted", "interrupted", "crash", "hang", "out_of_memory", "bad_input", "diverged", "lost"
+]  # fmt: skip
+CAUSES_BY_ERROR: dict[str, Cause] = {
+    "OutOfMemory": "out_of_memory",
+    "OutOfMemoryError": "out_of_memory",
+    "MemoryError": "out_of_memory",
+    "NonFinite": "diverged",
+    "RanksDiverged": "diverged",
+    "RankStuck": "hang",
+}
+_CAUSES_BY_CODE: dict[int, Cause] = {
+    EXIT_DONE: "done",
+    EXIT_BAD_INPUT: "bad_input",
+    EXIT_REQUEUE: "preempted",
+    EXIT_INTERRUPTED: "interrupted",
+}
 
 
 class RankExit(msgspec.Struct, frozen=True):
@@ -38,7 +57,10 @@ class RankLog(NamedTuple):
 
 
 class FirstFailure(msgspec.Struct, frozen=True):
-    """The failure that the others followed from. `expected`: one of Shardwise's own errors, said in full."""
+    """The failure that the others followed from. `expected`: one of Shardwise's own errors, said in full.
+
+    `error`: its kind and first line, as the same error says it again; `signal`: what ended the process from outside.
+    """
 
     rank: int
     text: str
@@ -46,6 +68,8 @@ class FirstFailure(msgspec.Struct, frozen=True):
     step: int | None = None
     phase: str = ""
     expected: bool = False
+    error: str = ""
+    signal: int = 0
 
 
 _ENTRY = re.compile(r"rank\s+: (\d+) \(local_rank: \d+\)\n\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
@@ -79,10 +103,13 @@ def first_failure(
     with_log = [one for one in failed if logs.get(one.rank, RankLog("", 0.0)).text.strip()]
     first = min(with_log, key=lambda one: logs[one.rank].modified) if len(with_log) > 1 else failed[0]
     text = logs.get(first.rank, RankLog("", 0.0)).text
+    trace = last_traceback(text)
     return FirstFailure(
         rank=first.rank,
-        text=last_traceback(text) or _ended(first.code) + _tail(text),
+        text=trace or _ended(first.code) + _tail(text),
         exit_code=first.code if first.code == EXIT_BAD_INPUT else EXIT_FAILED,
+        error=error_line(trace) if trace else _ended(first.code),
+        signal=max(0, -first.code),
     )
 
 
@@ -96,13 +123,21 @@ def _recorded(failed: Failed) -> FirstFailure:
         step=failed.step,
         phase=failed.phase,
         expected=expected,
+        error=error_line(failed.traceback),
     )
 
 
 def _native(death: RankExit, records: Sequence[Failed], logs: Mapping[int, RankLog]) -> FirstFailure:
     step = max((failed.step for failed in records if failed.step is not None), default=None)
     text = _ended(death.code) + _tail(logs.get(death.rank, RankLog("", 0.0)).text)
-    return FirstFailure(rank=death.rank, text=text, exit_code=EXIT_FAILED, step=step, phase="")
+    return FirstFailure(
+        rank=death.rank,
+        text=text,
+        exit_code=EXIT_FAILED,
+        step=step,
+        error=_ended(death.code),
+        signal=-death.code,
+    )
 
 
 def _ended(code: int) -> str:
@@ -166,3 +201,30 @@ def exit_code(
     if interrupted is not None:
         return EXIT_INTERRUPTED if interrupted == signal.SIGINT else EXIT_REQUEUE
     return EXIT_BAD_INPUT if EXIT_BAD_INPUT in codes else EXIT_FAILED
+
+
+def error_line(trace: str) -> str:
+    """`kind: first line of its message` of a traceback's error, without the kind's module; empty without one."""
+    lines = trace.rstrip().splitlines()
+    frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    said = next((line for line in after if line and not line[0].isspace() and line[:9] != "Traceback"), "")
+    kind, colon, message = said.partition(":")
+    return f"{kind.rpartition('.')[2]}{colon}{message}"
+
+
+def same_error(error: str) -> str:
+    """The error without what differs from one time to the next: numbers, addresses, quoted names of files."""
+    return re.sub(r"0x[0-9a-f]+|(?:/[\w.\-]+)+|\d+(?:\.\d+)?", "#", error)[:300]
+
+
+def cause_of(code: int, failure: FirstFailure | None, *, stuck: bool = False, kernel_kills: int = 0) -> Cause:
+    """Why the attempt ended. `stuck`: the watcher ended it; `kernel_kills`: by the kernel for memory, meanwhile."""
+    if stuck:
+        return "hang"
+    if failure is None:
+        return _CAUSES_BY_CODE.get(code, "crash")
+    if failure.signal == signal.SIGKILL:
+        return "out_of_memory" if kernel_kills else "lost"
+    by_error = CAUSES_BY_ERROR.get(failure.error.partition(":")[0])
+    return by_error or _CAUSES_BY_CODE.get(failure.exit_code, "crash")

@@ -8,10 +8,13 @@ from shardwise.events.values import Failed, Stopped
 from shardwise.launch.outcome import (
     RankExit,
     RankLog,
+    cause_of,
+    error_line,
     exit_code,
     first_failure,
     last_traceback,
     rank_exits,
+    same_error,
     unprefixed,
 )
 
@@ -163,3 +166,47 @@ def test_without_its_word_the_processes_decide(
 ) -> None:
     exits = [RankExit(rank, code, 10 + rank) for rank, code in enumerate(codes)]
     assert exit_code(returned, [], None, exits, interrupted) == expected
+
+
+def test_the_last_error_of_a_traceback_is_named_by_kind_and_message() -> None:
+    trace = (
+        'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n    ^^^\n'
+        "shardwise.errors.OutOfMemory: Rank 1 ran out.\n  why: 4 GiB\n  fix: less\n"
+    )
+    assert error_line(trace) == "OutOfMemory: Rank 1 ran out."
+    assert error_line("Traceback (most recent call last):\nKeyboardInterrupt\n") == "Traceback (most recent call last):"
+    assert error_line("") == ""
+
+
+def test_the_same_error_is_known_by_its_words_and_not_by_its_numbers() -> None:
+    assert same_error("E: row 3 in /tmp/a/b.txt, 0xff1, 2.5") == same_error("E: row 77 in /var/c.txt, 0x0, 1")
+    assert same_error("E: rows") != same_error("E: columns")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("shardwise.errors.OutOfMemory", "out_of_memory"),
+        ("torch.OutOfMemoryError", "out_of_memory"),
+        ("shardwise.errors.NonFinite", "diverged"),
+        ("shardwise.errors.RanksDiverged", "diverged"),
+        ("ValueError", "crash"),
+    ],
+)
+def test_the_cause_follows_from_the_kind_of_error(kind: str, cause: str) -> None:
+    failure = first_failure([failed(1, 1.0, kind=kind)], [], {})
+    assert cause_of(1, failure) == cause
+
+
+def test_a_kill_is_a_loss_unless_the_kernel_killed_for_memory() -> None:
+    killed = first_failure([], [RankExit(1, -9, 7)], {})
+    assert cause_of(1, killed) == "lost"
+    assert cause_of(1, killed, kernel_kills=1) == "out_of_memory"
+    fault = first_failure([], [RankExit(1, -11, 7)], {})
+    assert cause_of(1, fault, kernel_kills=1) == "crash"
+
+
+@pytest.mark.parametrize(("code", "cause"), [(0, "done"), (2, "bad_input"), (75, "preempted"), (130, "interrupted")])
+def test_without_a_failure_the_code_is_the_cause(code: int, cause: str) -> None:
+    assert cause_of(code, None) == cause
+    assert cause_of(code, None, stuck=True) == "hang"
