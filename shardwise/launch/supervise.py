@@ -9,8 +9,8 @@ nothing again.
     crash, lost                    again, at most `crashes` times; a kill that nobody explains counts as a crash
     hang                           again, at most `hangs` times
 
-An exit counts until the run has trained LASTING_SECONDS beyond it, into a checkpoint: a run of a month meets hundreds of
-failures, and one that gets no further must end. Seconds and not steps, since a step takes anything from 0.01 to 100 s.
+An exit counts until the run has trained LASTING_SECONDS beyond it, into a checkpoint: a run of a month meets hundreds
+of failures, and one that gets no further must end. Seconds and not steps: a step takes anything from 0.01 to 100 s.
 A command that is started again has full budgets: whoever started it, a person or a queue, wanted another try.
 """
 

@@ -174,7 +174,7 @@ def test_the_last_error_of_a_traceback_is_named_by_kind_and_message() -> None:
         "shardwise.errors.OutOfMemory: Rank 1 ran out.\n  why: 4 GiB\n  fix: less\n"
     )
     assert error_line(trace) == "OutOfMemory: Rank 1 ran out."
-    assert error_line("Traceback (most recent call last):\nKeyboardInterrupt\n") == "Traceback (most recent call last):"
+    assert error_line("Traceback (most recent call last):\nKeyboardInterrupt\n") == "KeyboardInterrupt"
     assert error_line("") == ""
 
 
