@@ -205,6 +205,26 @@ class Stopped(Event, frozen=True, tag="stopped"):
     exit_code: int
 
 
+class AttemptEnded(Event, frozen=True, tag="attempt_ended"):
+    """An attempt is over. Told by the command, in events/attempts.jsonl.
+
+    cause: one of launch.outcome.Cause; committed: the step after which a restart goes on; then: why another attempt
+    begins or none; begins: that one's number, None where it ends here; world: the ranks that it starts.
+    """
+
+    attempt: int
+    cause: str
+    exit_code: int
+    step: int | None = None
+    committed: int = 0
+    error: str = ""
+    lost_steps: int = 0
+    lost_seconds: float = 0.0
+    then: str = ""
+    begins: int | None = None
+    world: int | None = None
+
+
 class Finished(Event, frozen=True, tag="finished"):
     """The summary of a run that reached its last step. `sample` is text that the model wrote."""
 
@@ -237,6 +257,7 @@ AnyEvent = (
     | Failed
     | Compared
     | Stopped
+    | AttemptEnded
     | Finished
 )
 
