@@ -27,13 +27,20 @@ QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Ranks on this machine. `command` follows `python`: a script, or "-m" and a module, and arguments."""
+    """Ranks on this machine. `command` follows `python`: a script, or "-m" and a module, and arguments.
+
+    shutdown_seconds: between a TERM from torchrun and its KILL, as long as a save may take. devices: names of the GPUs,
+    one a rank; empty: as they are visible. tells: the file in which the Trainer says where its run lies.
+    """
 
     ranks: int
     command: tuple[str, ...]
     logs: str
     cores: int = 1
     watched: bool = False
+    shutdown_seconds: int = SHUTDOWN_SECONDS
+    devices: tuple[str, ...] = ()
+    tells: str = ""
 
 
 def render(job: Job) -> list[str]:
@@ -53,7 +60,7 @@ def render(job: Job) -> list[str]:
         f"--nproc-per-node={job.ranks}",
         "--max-restarts=0",
         "--monitor-interval=0.1",
-        f"--shutdown-timeout={SHUTDOWN_SECONDS}",
+        f"--shutdown-timeout={job.shutdown_seconds}",
         f"--log-dir={job.logs}",
         "--redirects=3",
         *job.command,
@@ -62,7 +69,9 @@ def render(job: Job) -> list[str]:
 
 def variables(job: Job) -> dict[str, str]:
     """What the ranks' environment gets on top of this process's."""
-    return {"PYTHONUNBUFFERED": "1", "SHARDWISE_WATCHED": "1" if job.watched else "0"}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(job.devices)} if job.devices else {}
+    tells = {"SHARDWISE_TELL_RUN": job.tells} if job.tells else {}
+    return {"PYTHONUNBUFFERED": "1", "SHARDWISE_WATCHED": "1" if job.watched else "0", **visible, **tells}
 
 
 def default_variables(job: Job) -> dict[str, str]:
@@ -163,6 +172,16 @@ def cgroup_cpus(cpu_max: str) -> int | None:
     if len(fields) != 2 or not all(field.isdigit() for field in fields):
         return None
     return max(1, math.floor(int(fields[0]) / int(fields[1])))
+
+
+def kernel_kills() -> int:
+    """How many processes the kernel has killed for memory in this container or machine; 0 where it does not say."""
+    return parse_kernel_kills(_text("/sys/fs/cgroup/memory.events"))
+
+
+def parse_kernel_kills(memory_events: str) -> int:
+    counts = dict(line.split() for line in memory_events.splitlines() if len(line.split()) == 2)
+    return int(counts.get("oom_kill", "0"))
 
 
 def host_memory_bytes(meminfo: str, memory_max: str) -> int:
