@@ -41,7 +41,7 @@ CASES = (
 )
 # One sample a GPU, so that data parallel reaches over all of them: the largest space.
 LARGEST = ("llama-3-405b", "2048x8xH100-SXM5-80GB", "batch.global_batch=16384")
-COLD = (CASES[2], CASES[3])
+COLD = (CASES[2], CASES[3], ("llama-3-8b", "8xH100-SXM5-80GB"))
 RATED = 8192
 
 

@@ -1,13 +1,10 @@
-"""`shardwise dev score`: the JSON, the table, bad tables, and its pace. Fresh processes where imports matter."""
+"""`shardwise dev score`: the JSON, the table, bad tables. Fresh processes where imports matter."""
 
-import csv
 import json
-import time
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
 from tests.unit.test_cli import imported, shardwise
 
 MEASURED = Path(__file__).with_name("measured_runs.csv")
@@ -62,23 +59,3 @@ def test_a_bad_table_is_bad_input_with_a_fix_and_no_traceback(tmp_path: Path, te
 
 def test_scoring_never_imports_torch() -> None:
     assert "torch" not in imported("import shardwise.cli.dev, shardwise.report.score")
-
-
-def test_three_thousand_rows_take_under_thirty_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Processor time, in this process; every line is another sequence length, so none shares another's workload."""
-    with MEASURED.open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    table = tmp_path / "many.csv"
-    with table.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
-        writer.writeheader()
-        for number in range(3000):
-            again, line = divmod(number, len(lines))
-            writer.writerow({**lines[line], "seq_len": int(lines[line]["seq_len"]) + 8 * again})
-    before = time.process_time()
-    with pytest.raises(SystemExit) as ended:
-        main(["dev", "score", str(table), "--json"])
-    seconds = time.process_time() - before
-    assert ended.value.code == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 3000
-    assert seconds < 30

@@ -1,6 +1,4 @@
-"""The search: exactly the best plans of the space written out, and quickly."""
-
-import time
+"""The search: exactly the best plans of the space written out, and few of them costed."""
 
 import msgspec
 import numpy as np
@@ -107,14 +105,19 @@ def test_what_is_not_trained_keeps_no_gradients_and_no_states(kind: Trainable) -
     assert trained[whole] == pytest.approx(expected)
 
 
-def test_what_is_searched_is_far_more_than_what_is_costed() -> None:
-    arch = preset("llama-3-70b")
-    cluster = parse_cluster("8xp5.48xlarge")
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch"),
+    [("llama-3-70b", 64, 1024), ("llama-3-405b", 2048, 2048), ("llama-3-405b", 16384, 16384)],
+)
+def test_what_is_searched_is_far_more_than_what_is_costed(model: str, gpus: int, batch: int) -> None:
+    """However many GPUs: what a search takes follows from what it costs out (seconds: benchmarks/search.py)."""
+    arch, cluster = preset(model), parse_cluster(f"{gpus // 8}xp5.48xlarge")
     asked = Subject(
-        Workload(arch, 8192, 1024, "bf16"), cluster, Task(arch, 8192, 1024, 64, 8), cluster.device.hbm_bytes
+        Workload(arch, 8192, batch, "bf16"), cluster, Task(arch, 8192, batch, gpus, 8), cluster.device.hbm_bytes
     )
     found = search(asked, ROOFLINE)
     assert found.searched > 50 * found.costed > 0
+    assert len(found.best.seconds)
 
 
 def test_nothing_is_found_where_nothing_fits_or_nothing_is_valid() -> None:
@@ -143,14 +146,3 @@ def test_the_same_search_gives_the_same_plans() -> None:
     asked = subject("experts", 16, 96, 4096, 40)
     first, second = search(asked, ROOFLINE), search(asked, ROOFLINE)
     assert all(np.array_equal(first.best.table[name], second.best.table[name]) for name in first.best.table)
-
-
-@pytest.mark.parametrize(("model", "gpus", "batch"), [("llama-3-8b", 8, 256), ("llama-3-405b", 16384, 16384)])
-def test_a_search_takes_about_a_second_of_one_core(model: str, gpus: int, batch: int) -> None:
-    """Processor time, which a busy machine does not stretch as it does the wall's; with the roofline of the tests."""
-    arch, cluster = preset(model), parse_cluster(f"{gpus // 8}xp5.48xlarge")
-    asked = Subject(Workload(arch, 8192, batch, "bf16"), cluster, Task(arch, 8192, batch, gpus, 8), 85e9)
-    before = time.process_time()
-    found = search(asked, ROOFLINE)
-    assert time.process_time() - before < 1.0
-    assert len(found.best.seconds)
