@@ -116,6 +116,11 @@ def notice_seconds() -> float | None:
     return seconds
 
 
+def tell_run_path() -> str | None:
+    """The file in which the command that started this rank wants to read where its run lies; None without one."""
+    return os.environ.get("SHARDWISE_TELL_RUN")
+
+
 def in_pod() -> bool:
     """Whether this process runs in a Kubernetes pod."""
     return "KUBERNETES_SERVICE_HOST" in os.environ

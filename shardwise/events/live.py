@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from shardwise.events.values import (
+    AttemptEnded,
     Compared,
     DataPrepared,
     Evaluated,
@@ -82,6 +83,8 @@ def sentence(event: Event) -> str | None:
         return f"rank {event.rank} failed at step {event.step} ({event.phase})"
     if isinstance(event, Compared):
         return compared(event)
+    if isinstance(event, AttemptEnded):
+        return _attempt(event)
     if isinstance(event, Stopped) and event.reason == "signal":
         return f"stopped after step {event.step}, saved; the same command goes on"
     return None
@@ -100,6 +103,18 @@ def _late(event: FlushLate) -> str:
         f"the notice of {notice} ({event.source}) is over in {event.phase}, the save is not: {lost} steps since step "
         f"{event.saved_step} are lost if this process is ended now"
     )
+
+
+def _attempt(event: AttemptEnded) -> str:
+    head = f"attempt {event.attempt} ended: {event.error}"
+    if event.begins is None:
+        return f"{head}; no other begins: {event.then}"
+    ranks = "" if event.world is None else f" with {event.world} rank{'s' if event.world > 1 else ''}"
+    again = "nothing is lost"
+    if event.lost_steps:
+        steps = f"{event.lost_steps} steps" if event.lost_steps > 1 else "1 step"
+        again = f"{steps} ({format_seconds(event.lost_seconds)}) trained again"
+    return f"{head}; attempt {event.begins} begins after step {event.committed}{ranks} ({event.then}), {again}"
 
 
 def compared(event: Compared) -> str:

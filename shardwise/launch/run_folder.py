@@ -75,6 +75,25 @@ def events_path(folder: str | Path, attempt: int) -> Path:
     return Path(folder) / "events" / f"attempt-{attempt:03d}.jsonl"
 
 
+def attempts_path(folder: str | Path) -> Path:
+    """Where the command that starts the ranks tells how each attempt ended."""
+    return Path(folder) / "events" / "attempts.jsonl"
+
+
+def tell(path: str | None, folder: Path) -> None:
+    """Say to the command that started this rank where its run lies, if it asked to know (`told`)."""
+    if path is not None:
+        _write(Path(path), os.fsencode(folder.resolve()))
+
+
+def told(path: str) -> Path | None:
+    """What a Trainer told with `tell`; None before it did, or where nobody asked."""
+    try:
+        return Path(os.fsdecode(Path(path).read_bytes())) if path else None
+    except FileNotFoundError:
+        return None
+
+
 def new_logs_folder(parent: str | Path, name: str) -> Path:
     """A folder for one start's logs that is not there yet: <name>, or <name>.2 and on."""
     path, number = Path(parent) / name, 1

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shardwise import ranks
-from shardwise.environment import hostname
+from shardwise.environment import hostname, tell_run_path
 from shardwise.errors import RunFolderError
 from shardwise.events.reader import read
 from shardwise.events.values import AnyEvent
@@ -25,6 +25,7 @@ def open_run(held: contextlib.ExitStack, recipe: Recipe, *, fresh: bool) -> RunS
 
     def lock() -> Any:
         state = held.enter_context(run_folder.held(recipe.run, recipe, fresh=fresh))
+        run_folder.tell(tell_run_path(), state.folder)
         return [state.attempt, state.resume, state.finished, msgspec.to_builtins(state.changes)]
 
     attempt, resume, finished, changes = ranks.on_main(lock)
