@@ -174,6 +174,12 @@ def cgroup_cpus(cpu_max: str) -> int | None:
     return max(1, math.floor(int(fields[0]) / int(fields[1])))
 
 
+def visible_names(devices: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the visible GPUs, in their order."""
+    said = visible_devices()
+    return said.split(",")[:devices] if said else [str(index) for index in range(devices)]
+
+
 def kernel_kills() -> int:
     """How many processes the kernel has killed for memory in this container or machine; 0 where it does not say."""
     return parse_kernel_kills(_text("/sys/fs/cgroup/memory.events"))
