@@ -20,6 +20,9 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable.")
 ]
 Devices = Annotated[int | None, typer.Option("--devices", min=1, help="Ranks to start, one a device.")]
+Span = Annotated[
+    str | None, typer.Option("--devices", metavar="N|LEAST:MOST", help="Ranks to start, one a device; 2:4 may shrink.")
+]
 
 
 def _version(asked: bool) -> None:
@@ -47,7 +50,7 @@ def train(
     fork: Annotated[
         str | None, typer.Option("--fork", metavar="NAME", help="A new run from the newest checkpoint.")
     ] = None,
-    devices: Devices = None,
+    devices: Span = None,
     as_json: AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the command; start nothing.")] = False,
 ) -> None:
@@ -72,11 +75,14 @@ def run(
     devices: Devices = None,
     as_json: AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
+    restarts: Annotated[
+        int | None, typer.Option("--restarts", min=0, help="After so many crashes at most, start it again in any case.")
+    ] = None,
 ) -> None:
     """Start a script of your own on the devices of this machine."""
     from shardwise.cli import run as verb
 
-    asked = verb.Asked(script, tuple(context.args), devices, as_json, dry_run)
+    asked = verb.Asked(script, tuple(context.args), devices, as_json, dry_run, restarts)
     reported(lambda: verb.run(asked), as_json)
 
 
