@@ -1,4 +1,4 @@
-"""Start a job and stand by it to its end: what `train` and `run` share."""
+"""Start a job and stand by it to its end: one attempt, as `train` and `run` share it."""
 
 import subprocess
 import sys
@@ -12,32 +12,49 @@ from shardwise.events.live import LiveLine
 from shardwise.events.reader import Tail
 from shardwise.events.values import AnyEvent, Compared, Step
 from shardwise.launch import local, run_folder, watch
-from shardwise.launch.outcome import exit_code, first_failure
+from shardwise.launch.outcome import Cause, FirstFailure, cause_of, exit_code, first_failure
+from shardwise.launch.progress import Progress
 from shardwise.report import errors
 
 SHOWN_BYTES = 65536
 
 
 class Followed(NamedTuple):
-    """How a job ended, and what its run told: all events, but of the steps only the first and the last."""
+    """How a job ended, and what its run told: all events, but of the steps only the first and the last.
+
+    shown: whether the first rank has said the failure on the screen already.
+    """
 
     code: int
     events: tuple[AnyEvent, ...]
+    cause: Cause
+    failure: FirstFailure | None
+    shown: bool
+    logs: str
+
+    def tell(self) -> None:
+        """Say which rank failed first, and of what."""
+        if self.failure is not None and not self.shown:
+            print(errors.failure(self.failure, self.logs), file=sys.stderr)
 
 
 class Screen:
     """Passes a job's output and events on to the terminal."""
 
-    def __init__(self, output: watch.Output, tail: Tail | None, quiet_stdout: bool) -> None:
+    def __init__(
+        self, output: watch.Output, tail: Tail | None, quiet_stdout: bool, progress: Progress | None = None
+    ) -> None:
         self.output, self.tail, self.live = output, tail, LiveLine()
         self.stdout = sys.stderr if quiet_stdout else sys.stdout
         self.events: list[AnyEvent] = []
+        self.progress = progress or Progress()
         self.shown = ""
 
     def tick(self) -> None:
         # Read before the events and shown after them: an error stands below the steps that it ended.
         pieces = self.output.new()
         for event in self.tail.new() if self.tail is not None else ():
+            self.progress.take(event)
             self.remember(event)
             if not isinstance(event, Compared):  # it stands in the summary
                 self.live.emit(event)
@@ -58,18 +75,27 @@ class Screen:
         self.events[-1 if both else len(self.events) :] = [event]
 
 
-def follow(job: local.Job, run: Path | None, attempt: int, *, quiet_stdout: bool = False) -> Followed:
-    """Start the job, show its first rank's output and its events, and say which rank failed first.
+def follow(
+    job: local.Job,
+    run: Path | None,
+    attempt: int,
+    *,
+    came: list[int] | None = None,
+    progress: Progress | None = None,
+    quiet_stdout: bool = False,
+) -> Followed:
+    """Start the job, show its first rank's output and its events, and find which rank failed first.
 
-    `run` is the run's folder where it is known before the ranks start.
+    `run` is the run's folder where it is known before the ranks start; `came`: signals that the caller notes.
     """
     logs = Path(job.logs)
     tail = Tail(run_folder.events_path(run, attempt)) if run is not None else None
-    since = time.time()
+    since, kills = time.time(), local.kernel_kills()
     process = local.start(job)
-    screen = Screen(watch.Output(logs), tail, quiet_stdout)
-    ended = _watched(process, screen.tick)
+    screen = Screen(watch.Output(logs), tail, quiet_stdout, progress)
+    ended = _watched(process, screen.tick, came)
     exits = watch.exits(logs, job.ranks, ended, process.pid)
+    run = run or run_folder.told(job.tells)
     records = run_folder.failures(run, since) if run is not None else []
     failure = None
     if ended.returned:
@@ -79,15 +105,18 @@ def follow(job: local.Job, run: Path | None, attempt: int, *, quiet_stdout: bool
     if failure is None and code in (EXIT_DONE, EXIT_FAILED):
         screen.show(held, sys.stderr)
     screen.live.close()
-    if failure is not None and not (failure.rank == 0 and _was_shown(failure.text, screen.shown)):
-        print(errors.failure(failure, job.logs), file=sys.stderr)
-    return Followed(EXIT_INTERRUPTED if ended.killed else code, tuple(screen.events))
+    shown = failure is not None and failure.rank == 0 and _was_shown(failure.text, screen.shown)
+    code = EXIT_INTERRUPTED if ended.killed else code
+    cause = cause_of(code, failure, kernel_kills=local.kernel_kills() - kills)
+    return Followed(code, tuple(screen.events), cause, failure, shown, job.logs)
 
 
-def _watched(process: "subprocess.Popen[bytes]", tick: Callable[[], None]) -> watch.Ended:
+def _watched(
+    process: "subprocess.Popen[bytes]", tick: Callable[[], None], came: list[int] | None = None
+) -> watch.Ended:
     """No rank outlives this function, whatever is raised while it looks on."""
     try:
-        return watch.watch(process, tick)
+        return watch.watch(process, tick, came=came)
     except BaseException:
         watch.end_tree(process)
         raise

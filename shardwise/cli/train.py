@@ -1,24 +1,32 @@
 """`shardwise train`: load, plan, check, prepare the data, open the run, start the ranks, say how it ended."""
 
+import math
+import re
 import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.cli.follow import follow
+from shardwise.cli.attempts import Again, exit_of, supervised
+from shardwise.cli.follow import Followed, follow
 from shardwise.data.token_file import prepare_recipe
-from shardwise.errors import RecipeError
+from shardwise.environment import in_pod, notice_seconds
+from shardwise.errors import EXIT_REQUEUE, PlanInfeasible, RecipeError
 from shardwise.events.reader import read
 from shardwise.events.values import AnyEvent, Evaluated, Saved, Step
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
-from shardwise.inputs.recipe import DataSpec, Recipe
+from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.recipe import DataSpec, Recipe, device_span
 from shardwise.launch import before_ranks, local, run_folder
+from shardwise.launch.progress import Progress
+from shardwise.launch.supervise import Exit, Span, Stop, too_few, world_of
 from shardwise.plan import automatic
 from shardwise.plan.check import require
 from shardwise.plan.plan import Plan
 from shardwise.report import plan as plan_report
 from shardwise.report import summary
+from shardwise.resilience.budget import budget_of
 
 
 class Asked(NamedTuple):
@@ -26,7 +34,7 @@ class Asked(NamedTuple):
     overrides: tuple[str, ...]
     fresh: bool
     fork: str | None
-    devices: int | None
+    devices: str | None
     as_json: bool
     dry_run: bool
 
@@ -39,6 +47,8 @@ def train(asked: Asked) -> int:
             why="a fork begins at a checkpoint, a fresh run at nothing",
             fix="give one of them",
         )
+    if asked.devices is not None and not re.fullmatch("[1-9][0-9]*(:[1-9][0-9]*)?", asked.devices):
+        raise RecipeError(f"--devices {asked.devices} is no number of ranks.", fix="--devices 4, or --devices 2:4")
     overrides = asked.overrides if asked.devices is None else (*asked.overrides, f"train.devices={asked.devices}")
     recipe = recipes.load(asked.recipe, overrides)
     source = recipe.run
@@ -61,20 +71,24 @@ def train(asked: Asked) -> int:
         print(f"the run that was there is now {aside}", file=sys.stderr)
     # From before the ranks start: of two commands at once one is refused here, and never shows the other's steps.
     with run_folder.locked(recipe.run, run_folder.COMMAND):
-        return _run(made, run_folder.open_run(recipe.run, recipe), asked.as_json)
+        return _run(made, asked.as_json)
 
 
-def _plan(recipe: Recipe) -> Plan:
-    """The plan for this machine. Raises: PlanInfeasible where it cannot run here."""
+def _plan(recipe: Recipe, world: int | None = None) -> Plan:
+    """The plan for this machine, of `world` ranks where that is known. Raises: PlanInfeasible if it cannot run here."""
     cluster = local.cluster_here(recipe.train.cluster)
-    made = automatic.plan(recipe, arch_of(recipe.model, cluster.kind), cluster)
+    made = automatic.plan(recipe, arch_of(recipe.model, cluster.kind), cluster, world=world)
     devices = recipe.train.devices
-    require(made, made.decision.mesh.world if devices == "auto" else devices)
+    require(made, devices if isinstance(devices, int) and world is None else made.decision.mesh.world)
     return made
 
 
-def _job(made: Plan, logs: Path) -> local.Job:
+def _job(made: Plan, logs: Path, devices: tuple[str, ...] = ()) -> local.Job:
+    asked = made.recipe.checkpoint.notice_seconds
+    budget = budget_of(None if asked == "auto" else asked, notice_seconds(), in_pod())
     return local.Job(
+        devices=devices,
+        shutdown_seconds=math.ceil(budget.seconds),
         ranks=made.decision.mesh.world,
         command=("-m", "shardwise.train.worker", str(logs / "plan.json")),
         logs=str(logs),
@@ -107,23 +121,69 @@ def _prepare(spec: DataSpec) -> None:
     print(f"data: {tokens:,} tokens of {', '.join(spec.text) or 'a mixture'}", file=sys.stderr)
 
 
-def _run(made: Plan, state: run_folder.RunState, as_json: bool) -> int:
-    logs = run_folder.new_logs_folder(state.folder / "logs", f"attempt-{state.attempt:03d}")
-    run_folder.write_plan(logs, made)
-    followed = follow(_job(made, logs), state.folder, state.attempt, quiet_stdout=as_json)
-    events = (*_told_before(state), *followed.events)
+class _Attempts:
+    """The attempts of a run on this machine: each has a plan for the devices that are left."""
+
+    def __init__(self, made: Plan, as_json: bool) -> None:
+        self.made, self.recipe, self.as_json = made, made.recipe, as_json
+        world = made.decision.mesh.world
+        self.span = Span(*(device_span(self.recipe.train.devices) or (1, world)))
+        self.places = tuple(range(world))
+        self.names: tuple[str, ...] = ()
+        self.number = 1
+
+    def attempt(self, before: int, came: list[int], progress: Progress) -> tuple[Exit, Followed]:
+        state = run_folder.open_run(self.recipe.run, self.recipe)
+        self.number = state.attempt
+        logs = run_folder.new_logs_folder(state.folder / "logs", f"attempt-{state.attempt:03d}")
+        run_folder.write_plan(logs, self.made)
+        job = _job(self.made, logs, self.names)
+        followed = follow(job, state.folder, state.attempt, came=came, progress=progress, quiet_stdout=self.as_json)
+        return exit_of(followed, state.attempt, progress, self.places), followed
+
+    def prepare(self, leave_out: frozenset[int]) -> int:
+        """Plan again where the number of ranks changes; else the same plan gives the same bits."""
+        cluster = local.probe_cluster()
+        here = cluster.devices if cluster.kind == "gpu" else None
+        world = world_of(self.span, here, len(leave_out))
+        if world is None:
+            raise Again(too_few(self.span, (self.span.most if here is None else here) - len(leave_out)))
+        if world != self.made.decision.mesh.world:
+            try:
+                self.made = _plan(self.recipe, world)
+            except PlanInfeasible as error:
+                raise Again(Stop(EXIT_REQUEUE, f"{world} ranks are left: {error.what}")) from None
+        there = range(self.span.most if here is None else here)
+        self.places = tuple([place for place in there if place not in leave_out][:world])
+        self.names = _names(cluster, self.places) if leave_out else ()
+        return world
+
+
+def _names(cluster: Cluster, places: tuple[int, ...]) -> tuple[str, ...]:
+    """What CUDA calls the devices at these places of those that are visible; nothing for cores."""
+    if cluster.kind != "gpu":
+        return ()
+    visible = local.visible_names(cluster.devices)
+    return tuple(visible[place] for place in places)
+
+
+def _run(made: Plan, as_json: bool) -> int:
+    attempts = _Attempts(made, as_json)
+    folder = Path(made.recipe.run)
+    followed = supervised(lambda: folder, attempts.attempt, attempts.prepare, made.recipe.train.restarts)
+    events = (*_told_before(folder, attempts.number), *followed.events)
     if not as_json and followed.code == 0:
-        print(summary.text(made, events, str(state.folder)))
-    print(summary.last_line(events, str(state.folder), followed.code))
+        print(summary.text(attempts.made, events, str(folder)))
+    print(summary.last_line(events, str(folder), followed.code))
     return followed.code
 
 
-def _told_before(state: run_folder.RunState) -> tuple[AnyEvent, ...]:
+def _told_before(folder: Path, number: int) -> tuple[AnyEvent, ...]:
     """Of the earlier attempts, the first and the last evaluation and step, and the last save.
 
     The first say what "before" means for the whole run; the last stand where this attempt has nothing left to train.
     """
-    paths = [run_folder.events_path(state.folder, attempt) for attempt in range(1, state.attempt)]
+    paths = [run_folder.events_path(folder, attempt) for attempt in range(1, number)]
     told = [event for path in paths if path.exists() for event in read(path)]
     kept: list[AnyEvent] = []
     for kind in (Evaluated, Step, Saved):

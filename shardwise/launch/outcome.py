@@ -108,7 +108,7 @@ def first_failure(
         rank=first.rank,
         text=trace or _ended(first.code) + _tail(text),
         exit_code=first.code if first.code == EXIT_BAD_INPUT else EXIT_FAILED,
-        error=error_line(trace) if trace else _ended(first.code),
+        error=error_line(trace) if trace else _ended(first.code).partition(";")[0],
         signal=max(0, -first.code),
     )
 
@@ -135,7 +135,7 @@ def _native(death: RankExit, records: Sequence[Failed], logs: Mapping[int, RankL
         text=text,
         exit_code=EXIT_FAILED,
         step=step,
-        error=_ended(death.code),
+        error=_ended(death.code).partition(";")[0],
         signal=-death.code,
     )
 

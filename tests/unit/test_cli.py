@@ -181,7 +181,7 @@ def test_what_earlier_attempts_told_stands_where_this_one_has_nothing_to_train(t
     from shardwise.cli.train import _told_before
     from shardwise.events.values import Evaluated, Saved, Step
     from shardwise.events.writer import EventWriter
-    from shardwise.launch.run_folder import RunState, events_path
+    from shardwise.launch.run_folder import events_path
     from shardwise.report import summary
 
     def step(number: int) -> Step:
@@ -196,7 +196,7 @@ def test_what_earlier_attempts_told_stands_where_this_one_has_nothing_to_train(t
             writer.emit(step(number))
         writer.emit(Saved(step=numbers[-1], path=f"at-{numbers[-1]}", bytes=1, seconds=1, why="policy"))
         writer.close()
-    told = _told_before(RunState(folder=tmp_path, attempt=3, resume=True, finished=False))
+    told = _told_before(tmp_path, 3)
     line = json.loads(summary.last_line(told, "run", 0))
     assert (line["first_loss"], line["last_loss"], line["valid_loss"]) == (9.0, 1.0, 15.0)
     assert (line["step"], line["checkpoint"]) == (9, "at-9")
