@@ -4,11 +4,12 @@ What begins with an underscore in torch, and why it is used:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    _DispatchCacheKey,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -109,9 +111,55 @@ def shutdown_workers(batches: Any) -> None:
     batches._shutdown_workers()
 
 
+class _WithoutData(FakeTensorMode):
+    """torch's mode, which finds in its cache with less asking: half of a dry run's time was the keys to that cache.
+
+    What stands in a key is what torch puts there; what it keeps, and what it keeps nothing of, stays torch's choice.
+    """
+
+    _SIMPLE = frozenset(
+        {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+    )
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._unsafe_view.default:
+            func = torch.ops.aten.view.default  # the same tensor below autograd, and torch's cache takes it
+        return self.dispatch(func, types, args, kwargs or {})
+
+    def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        values = [_WithoutData, func, torch.get_default_dtype(), torch._C._get_default_device(),
+                  torch.is_inference_mode_enabled()]  # fmt: skip
+        if self._put(values, args) and self._put(values, kwargs.keys()) and self._put(values, kwargs.values()):
+            return _DispatchCacheKey(tuple(values))
+        return super()._cache_key(state, func, args, kwargs)
+
+    def _put(self, values: list[Any], args: Any) -> bool:
+        """Whether all could be told apart by what this put into `values`."""
+        values.append(len(args))
+        for arg in args:
+            kind = type(arg)
+            if kind is FakeTensor and arg.fake_mode is self and arg.constant is None and arg.layout is torch.strided:
+                # Among the keys are conjugate, negative, quantized, inference; the memory format follows from strides.
+                values += (kind, arg.dtype, arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device,
+                           arg.requires_grad, arg.untyped_storage().nbytes(), torch._C._dispatch_keys(arg).raw_repr())  # fmt: skip
+            elif kind in self._SIMPLE:
+                values += (kind, arg)
+            elif kind in (list, tuple, torch.Size):
+                values.append(kind)
+                if not self._put(values, arg):
+                    return False
+            else:
+                return False
+        return True
+
+
 def without_data() -> Any:
     """A new mode whose tensors have a shape, a dtype and a device and no data; it takes real ones for such."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _WithoutData(allow_non_fake_inputs=True)
 
 
 def active_without_data() -> Any:
@@ -303,6 +351,26 @@ def held_region(tensor: DTensor) -> Region:
     return region
 
 
+def alike_ranks(mesh: Any, sharded: Sequence[int]) -> tuple[int, ...]:
+    """The ranks, in order, whose coordinates along the mesh's `sharded` axes are this rank's: all else is replicas.
+
+    The ranks of the mesh that it was sliced from count too: what a rank holds along `mesh["tp"]` others hold along the
+    axes beside it.
+    """
+    coordinate = mesh.get_coordinate()
+    # Every slice of the root along these axes, this rank's among them: slices x the mesh's own shape.
+    slices = mesh._layout.remap_to_tensor(mesh._rank_map)
+    picked = tuple(coordinate[axis] if axis in sharded else slice(None) for axis in range(mesh.ndim))
+    return tuple(sorted(slices[(slice(None), *picked)].reshape(-1).tolist()))
+
+
+def store_connection() -> Any:
+    """The group's store through a connection of its own: what waits in it holds up nobody else. Thread-safe."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store().clone()
+
+
 def forget_layouts() -> None:
     """Empty DTensor's caches: they take meshes of one shape for equal, and would hand on another rank's."""
     from torch.distributed.tensor import debug
@@ -348,3 +416,30 @@ class LayoutsWorkedOut:
         from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
         ShardingPropagator._propagate_tensor_meta_non_cached = self.before  # type: ignore[method-assign]
+
+
+def last_collectives() -> list[tuple[str, int, str, str]]:
+    """What torch's recorder holds of collectives, oldest first: group, number in it, name, "done" or how far it is.
+
+    Empty where the recorder is off, or no group was made. From any thread.
+    """
+    from torch._C._distributed_c10d import _dump_fr_trace_json
+
+    entries = msgspec.json.decode(_dump_fr_trace_json()).get("entries") or []
+    return [
+        (
+            " ".join(dict.fromkeys(one["process_group"])),
+            one["p2p_seq_id"] if one["is_p2p"] else one["collective_seq_id"],
+            one["profiling_name"],
+            "done" if one["retired"] else one["state"],
+        )
+        for one in sorted(entries, key=lambda one: one["record_id"])
+    ]
+
+
+def around_compiling(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call these around every compilation of torch.compile's in this process, from now on."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(lambda _: begin())
+    callback_handler.register_end_callback(lambda _: end())

@@ -2,8 +2,9 @@
 
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial, reduce
 from operator import or_
 from pathlib import Path
@@ -14,17 +15,34 @@ import torch
 from torch import nn
 
 from shardwise import ranks
+from shardwise.checkpoint.assembly import Header
+from shardwise.checkpoint.background import Work
+from shardwise.checkpoint.exchange import Exchange
 from shardwise.checkpoint.interval import MOST_STEPS
 from shardwise.checkpoint.manifest import Damaged, Json, Manifest, digest_of, read_manifest
 from shardwise.checkpoint.restore import Names, Staged, apply, check_world, names_of, stage
 from shardwise.checkpoint.retention import Committed, delete_folder, folder_name, look, surplus
-from shardwise.checkpoint.saving import Header, Trouble, commit, new_session, trouble_of
+from shardwise.checkpoint.saving import (
+    FIRST_BACKOFF_SECONDS,
+    LIMIT_SECONDS,
+    Lasting,
+    NoRoom,
+    Outcome,
+    Task,
+    Trouble,
+    failed,
+    new_session,
+    prepare,
+    staged,
+    trouble_of,
+)
 from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, by_name, join, pack_state, snapshot
+from shardwise.checkpoint.staging import HostBuffer
 from shardwise.checkpoint.store import LocalStore, Store
 from shardwise.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, RecipeError
-from shardwise.events import Events, Fallback, Resumed, Saved
+from shardwise.events import Events, Fallback, Resumed, Saved, SaveFailed
 from shardwise.inputs.recipe import CheckpointPolicy
-from shardwise.names import aliases_of
+from shardwise.names import aliases_of, holders_of
 
 Result = TypeVar("Result")
 
@@ -37,12 +55,27 @@ class StopRequest(Protocol):
 
 
 class SavedCheckpoint(NamedTuple):
-    """A commit. `bytes` over all ranks."""
+    """A commit. `bytes` over all ranks; `seconds` until it was durable, of which training stood still for
+    `stall_seconds`.
+    """
 
     path: str
     step: int
     bytes: int
     seconds: float
+    stall_seconds: float
+
+
+class Flight(NamedTuple):
+    """A save that is under way: its answer is how it ended, and when."""
+
+    step: int
+    why: str
+    folder: str
+    started: float
+    stall_seconds: float
+    exchange: Exchange
+    work: Work[tuple[Outcome, float]]
 
 
 class Skipped(NamedTuple):
@@ -64,9 +97,12 @@ class Checkpointer:
     `run` is the run's folder: checkpoints lie in `checkpoints/` below it, unless a `store` is given.
     `lineage` tells runs in one store apart: only checkpoints of the same lineage are resumed from, or ever
     deleted.
+    `holders`: where a model's parts lie on different ranks (a pipeline of your own), the ranks that hold the same part
+    as this one; left out, those that sw.parallelize chose, else all.
 
-    Saving takes host memory for one tensor at a time beyond what the training holds; resuming for this rank's
-    shards once.
+    `begin` copies this rank's part into host memory, kept from save to save, and a thread writes it while training goes
+    on; `save` waits for the commit, and takes host memory for one tensor at a time. Resuming takes this rank's shards
+    once.
 
     Example:
         with StopSignals() as signals:
@@ -85,6 +121,7 @@ class Checkpointer:
         data: Stateful | None = None,
         state: MutableMapping[str, Any] | None = None,
         aliases: Mapping[str, str] | None = None,
+        holders: Sequence[int] | None = None,
         policy: CheckpointPolicy | None = None,
         signals: StopRequest | None = None,
         events: Events | None = None,
@@ -109,7 +146,14 @@ class Checkpointer:
             self.state,
             f"rank-{ranks.rank():05d}",
             _known_aliases(modules) if aliases is None else aliases,
+            ranks.world(),
+            _known_holders(modules) if holders is None else dict.fromkeys(modules, tuple(sorted(holders))),
         )
+        self.failures = 0
+        self.backoff_seconds = FIRST_BACKOFF_SECONDS
+        self._buffer = HostBuffer()
+        self._flight: Flight | None = None
+        self._outcome_read: Exchange | None = None
         self._signals = signals
         self._events = events
         self._lineage, self._plan_digest, self._decision = lineage, plan_digest, decision
@@ -123,34 +167,147 @@ class Checkpointer:
         Collective. Raises: CheckpointError, on every rank, naming the first that failed; then nothing was
         kept of this checkpoint, and everything of those before.
         """
+        self.settle()
+        try:
+            landed = self._land(self._start(step, why, samples, stage=False))
+        except NoRoom as error:
+            self._failed(step, why, error)
+            raise
+        if isinstance(landed, CheckpointError):
+            raise landed
+        return landed
+
+    def begin(self, step: int, why: str = "policy", *, samples: int | None = None) -> None:
+        """Copies the state after `step` and has it written while training goes on; `settle` tells how it ended.
+
+        Waits for a save that is under way already. With checkpoint.asynchronous = false it waits for the commit. What
+        fails is an event, and the policy's to judge. Collective. Raises: CheckpointError, on every rank, for state that
+        cannot be kept, and as `settle`.
+        """
+        self.settle()
+        try:
+            self._flight = self._start(step, why, samples, stage=self.policy.asynchronous)
+        except NoRoom as error:
+            self._failed(step, why, error)
+            self._judge(error)
+            return
+        if not self.policy.asynchronous:
+            self.settle()
+
+    def finish(self, step: int, why: str, *, samples: int | None = None) -> SavedCheckpoint | None:
+        """The state after `step` is committed when this returns: by the save under way, or else by another; None where
+        it was before. Collective. Raises: CheckpointError as `save`.
+        """
+        saved = self.settle()
+        return saved if self.saved_step == step else self.save(step, why, samples=samples)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save is under way whose end this rank does not know yet."""
+        return self._flight is not None and not self._flight.work.done
+
+    def settle(self) -> SavedCheckpoint | None:
+        """Waits for the save that is under way, if any, and tells what came of it; None where nothing was committed.
+
+        To be called by all ranks at the same step. Raises: CheckpointError, on every rank, for a failure that no other
+        try would mend, and for the last of policy.abort_after failures in a row.
+        """
+        if self._flight is None:
+            return None
+        landed = self._land(self._flight)
+        if isinstance(landed, CheckpointError):
+            self._judge(landed)
+            return None
+        return landed
+
+    def _start(self, step: int, why: str, samples: int | None, *, stage: bool) -> Flight:
+        """Collective. Raises: CheckpointError, NoRoom."""
         started = self._clock()
         self._session = self._session or new_session()
         folder = folder_name(step, self._lineage, self._session, self._saves)
         self._saves += 1
         header = Header(step, started, why, self._lineage, self._plan_digest, self._decision, samples)
-        size = commit(self.store, folder, header, lambda: snapshot(self._subject))
-        saved = SavedCheckpoint(self._path(folder), step, size, self._clock() - started)
-        self.saved_step = step
-        self._say(Saved(step=step, path=saved.path, bytes=size, seconds=saved.seconds, why=why))
-        if ranks.is_main():
-            self._retain(folder)
+        prepared = prepare(self.store, step, lambda: snapshot(self._subject))
+        if prepared.low:
+            self._say(Fallback(what="little room is left for checkpoints", why=prepared.low))
+        if self._outcome_read is not None and ranks.is_main():
+            self._outcome_read.forget()  # Every rank has settled that save before it came here.
+        exchange = Exchange(folder, LIMIT_SECONDS)
+        task = Task(self.store, folder, header, prepared, exchange, self.policy.retries, self.backoff_seconds)
+        if stage:
+            staged(task, self._buffer)
+        work = Work(partial(self._carry_out, task), f"shardwise-save-{step}")
+        return Flight(step, why, folder, started, self._clock() - started, exchange, work)
+
+    def _carry_out(self, task: Task, given_up: threading.Event) -> tuple[Outcome, float]:
+        """In the save's thread."""
+        outcome = task.carry_out(given_up)
+        ended = self._clock()
+        if outcome.trouble is None and task.exchange.rank == 0 and not given_up.is_set():
+            outcome = msgspec.structs.replace(outcome, notes=(*outcome.notes, *self._retain(task.folder)))
+        return outcome, ended
+
+    def _land(self, flight: Flight) -> SavedCheckpoint | CheckpointError:
+        """Waits for a save: what it committed, or the error that it ended with. Tells either, and what there was."""
+        waited, self._flight, self._outcome_read = self._clock(), None, flight.exchange
+        answer = flight.work.answer()
+        if answer is None:  # In a fork, or where the thread died: nobody can say.
+            trouble = Trouble(ranks.rank(), "its thread is gone.", "", "save again", lasting=False)
+            answer = Outcome(trouble=trouble), waited
+        outcome, ended = answer
+        landed: SavedCheckpoint | CheckpointError
+        if outcome.trouble is not None:
+            landed = failed(flight.step, outcome.trouble)
+            self._failed(flight.step, flight.why, landed)
+        else:
+            landed = self._committed(flight, outcome, ended, self._clock() - waited)
+        for note in outcome.notes:
+            self._say(Fallback(what=f"the save of step {flight.step} did not go smoothly", why=note))
+        return landed
+
+    def _committed(self, flight: Flight, outcome: Outcome, ended: float, waited: float) -> SavedCheckpoint:
+        self.failures, self.saved_step = 0, flight.step
+        stall = flight.stall_seconds + waited
+        saved = SavedCheckpoint(self._path(flight.folder), flight.step, outcome.bytes, ended - flight.started, stall)
+        self._say(
+            Saved(
+                step=saved.step, path=saved.path, bytes=saved.bytes, seconds=saved.seconds, why=flight.why,
+                stall_seconds=saved.stall_seconds, host_bytes=self._buffer.bytes,
+            )
+        )  # fmt: skip
         return saved
+
+    def _failed(self, step: int, why: str, error: CheckpointError) -> None:
+        self.failures += 1
+        self._say(SaveFailed(step=step, why=why, error=str(error), in_a_row=self.failures))
+
+    def _judge(self, error: CheckpointError) -> None:
+        """Raises: CheckpointError where the policy says that training must not go on."""
+        if isinstance(error, Lasting):
+            raise error
+        if self.policy.abort_after and self.failures >= self.policy.abort_after:
+            raise CheckpointError(
+                f"{self.failures} saves in a row failed. The last: {error.what}", why=error.why, fix=error.fix
+            ) from error
 
     def step(self, step: int) -> bool:
         """After each step: saves when the policy says so, or when any rank was asked to stop; True if it
-        saved.
+        saved, or began to.
 
-        Collective; with `signals`, one small all-reduce a step. Raises: SystemExit after an agreed
-        signal's save, with 130 for SIGINT and 75 (put me back in the queue) for SIGTERM; CheckpointError.
+        A save of the policy's is written while training goes on; how it ended is told, and judged, at a later step.
+        Collective; with `signals`, and while a save is under way, one small all-reduce a step. Raises: SystemExit after
+        an agreed signal's save, with 130 for SIGINT and 75 (put me back in the queue) for the others; CheckpointError.
         """
         asked = agreed_signal(self._signals) if self._signals is not None else None
         if asked is not None:
-            self.save(step, why=signal.Signals(asked).name)
+            self.finish(step, signal.Signals(asked).name)
             raise SystemExit(exit_code(asked))
+        if self._flight is not None and not _any_rank(self.pending):
+            self.settle()
         every = MOST_STEPS if self.policy.every_steps == "auto" else self.policy.every_steps
         if every == 0 or step % every:
             return False
-        self.save(step, why=f"every {every} steps")
+        self.begin(step, why=f"every {every} steps")
         return True
 
     def resume(self, *, strict_world: bool = True) -> int:
@@ -164,6 +321,7 @@ class Checkpointer:
         Collective. Raises: CheckpointError where none of several is whole, or where the newest does not
         fit the model, optimizer or `state`, naming the keys.
         """
+        self.settle()
         candidates, skipped = self._candidates()
         self.skipped = tuple(skipped)
         current, names = self._look() if candidates else (Snapshot(), Names(set(), {}))
@@ -183,7 +341,12 @@ class Checkpointer:
         return 0
 
     def committed(self) -> list[Committed]:
-        """The committed checkpoints, newest first: their manifests are verified, their files are not."""
+        """The committed checkpoints, newest first: their manifests are verified, their files are not.
+
+        Waits for the save that is under way.
+        """
+        if self._flight is not None:
+            self._flight.work.answer()
         return look(self.store, self._lineage).committed
 
     def latest(self) -> str | None:
@@ -250,8 +413,8 @@ class Checkpointer:
         self._say(Resumed(step=manifest.step, path=self.resumed_from))
         return manifest.step
 
-    def _retain(self, current: str) -> None:
-        """On rank 0, after a commit. What fails here never fails the run."""
+    def _retain(self, current: str) -> tuple[str, ...]:
+        """On rank 0, after a commit, in the save's thread: what there is to say. No failure here fails the run."""
         bad = {item.folder for item in self.skipped}
         try:
             listing = look(self.store, self._lineage)
@@ -259,7 +422,8 @@ class Checkpointer:
             for folder in (*listing.torn, *old):
                 delete_folder(self.store, folder)
         except Exception as error:
-            self._say(Fallback(what="an old checkpoint was not deleted", why=f"{type(error).__name__}: {error}"))
+            return (f"an old checkpoint was not deleted: {type(error).__name__}: {error}",)
+        return ()
 
     def _path(self, folder: str) -> str:
         return f"{self.store}/{folder}"
@@ -268,14 +432,16 @@ class Checkpointer:
         for item in self.skipped:
             self._say(Fallback(what=f"the checkpoint {item.folder} was passed over", why=item.why))
 
-    def _say(self, event: Saved | Resumed | Fallback) -> None:
-        """To the events on rank 0; without any, a Fallback goes to stderr, since nobody else would tell."""
+    def _say(self, event: Saved | SaveFailed | Resumed | Fallback) -> None:
+        """To the events on rank 0; without any, what went wrong goes to stderr, since nobody else would tell."""
         if not ranks.is_main():
             return
         if self._events is not None:
             self._events.emit(event)
         elif isinstance(event, Fallback):
             print(f"shardwise: {event.what}: {event.why}", file=sys.stderr)
+        elif isinstance(event, SaveFailed):
+            print(f"shardwise: a save failed, {event.in_a_row} in a row: {event.error}", file=sys.stderr)
 
 
 def agreed_signal(signals: StopRequest) -> int | None:
@@ -301,6 +467,17 @@ def _known_aliases(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         for name, module in modules.items()
         for alias, first in aliases_of(module).items()
     }
+
+
+def _known_holders(modules: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+    """As parallelize left them with each module."""
+    found = {name: holders_of(module) for name, module in modules.items()}
+    return {name: held for name, held in found.items() if held is not None}
+
+
+def _any_rank(flag: bool) -> bool:
+    """Collective."""
+    return bool(ranks.all_reduce_sum(torch.tensor([float(flag)], device=ranks.wire_device())).item())
 
 
 def _identity(manifest: Manifest) -> str:

@@ -1,11 +1,13 @@
 """Where a torch tensor's local part lies in the logical tensor, and its bytes."""
 
+from typing import Any
+
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.errors import CheckpointError
 from shardwise.regions import Region, whole
-from shardwise.torch_private import held_region
+from shardwise.torch_private import alike_ranks, held_region
 
 DTYPES = {
     "F64": torch.float64,
@@ -42,6 +44,22 @@ def region_of(name: str, tensor: torch.Tensor) -> Region:
             why=str(error),
             fix="shard it with fully_shard or replicate, each dim of the mesh as Shard or Replicate",
         ) from None
+
+
+def holders_of(tensor: torch.Tensor, holders: tuple[int, ...], known: dict[Any, tuple[int, ...]]) -> tuple[int, ...]:
+    """Of `holders`, the ranks of the tensor's module, those that hold the region that this rank does.
+
+    `known` spares looking twice at one mesh: give the same dict for all tensors of a training.
+    """
+    if not isinstance(tensor, DTensor):
+        return holders
+    mesh = tensor.device_mesh
+    sharded = tuple(axis for axis, placed in enumerate(tensor.placements) if not isinstance(placed, Replicate))
+    key = (mesh, sharded, holders)
+    if key not in known:
+        same = set(holders)
+        known[key] = tuple(rank for rank in alike_ranks(mesh, sharded) if rank in same)
+    return known[key]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,163 +1,230 @@
-"""Save: every rank writes its file, the digests are gathered, rank 0 writes the manifest: that is the
-commit.
+"""Save: the ranks agree in the main thread that all can; in a thread each writes its file, and rank 0 the manifest.
+
+Writing the manifest is the commit.
 """
 
 import errno
-import platform
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
-import numpy as np
-import torch
 
 from shardwise import ranks
+from shardwise.checkpoint.assembly import Copy, Header, Share, assemble, check_copies, check_whole
+from shardwise.checkpoint.exchange import Exchange
 from shardwise.checkpoint.files import write_file
-from shardwise.checkpoint.manifest import (
-    MANIFEST,
-    FileEntry,
-    Json,
-    Machine,
-    Manifest,
-    Record,
-    TensorEntry,
-    digest_of,
-    fault_of,
-    seal,
-)
-from shardwise.checkpoint.packing import references
-from shardwise.checkpoint.regions import region_of, to_bytes
+from shardwise.checkpoint.layout import Alike, disagreeing
+from shardwise.checkpoint.manifest import MANIFEST, Record, digest_of, seal
 from shardwise.checkpoint.retention import delete_folder
-from shardwise.checkpoint.snapshot import Holding, Snapshot, contents
+from shardwise.checkpoint.snapshot import Layout, Part, Snapshot, parts
+from shardwise.checkpoint.staging import HostBuffer
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.store_errors import StoreError, told
 from shardwise.errors import CheckpointError
-from shardwise.regions import Region
+from shardwise.units import format_bytes
+
+Result = TypeVar("Result")
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_ACCESS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+# Before the first new try of an operation; doubled for each further one.
+FIRST_BACKOFF_SECONDS = 1.0
+# A rank that has not written its file by then is taken for lost: 180 GB at the 100 MB/s of a slow shared disk.
+LIMIT_SECONDS = 1800.0
+# The room that should be free: this checkpoint and, before an old one may go, the next.
+ROOM_CHECKPOINTS = 2
 
 
-class Copy(Record, frozen=True):
-    """This rank's region of a tensor that another rank writes, and the digest that its bytes should have there."""
+@runtime_checkable
+class Roomy(Protocol):
+    """A Store that knows how much still fits into it."""
 
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    digest: str
+    def free_bytes(self) -> int | None: ...
 
 
-class Share(Record, frozen=True):
-    """What one rank wrote. `copies`: what it holds beside that, of tied weights."""
+class NoRoom(CheckpointError):
+    """The checkpoint does not fit into its store; nothing was written."""
 
-    file: FileEntry
-    tensors: tuple[TensorEntry, ...]
-    aliases: dict[str, str]
-    state: dict[str, Json]
-    copies: tuple[Copy, ...] = ()
+
+class Lasting(CheckpointError):
+    """A save failed for a reason that no other try would mend."""
 
 
 class Trouble(Record, frozen=True):
-    """Why a rank could not do its part."""
+    """Why a rank could not do its part. `lasting`: another try would end the same."""
 
     rank: int
     what: str
     why: str
     fix: str
+    lasting: bool = True
 
 
-class Report(Record, frozen=True):
-    """How a phase of a save went on one rank."""
+class Ready(Record, frozen=True):
+    """What a rank tells before a save: what it takes others to hold too, digests of what may differ, its bytes."""
 
-    holding: Holding = Holding()
-    share: Share | None = None
+    alike: tuple[Alike, ...] = ()
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    bytes: float = 0.0
+    free: int | None = None
     trouble: Trouble | None = None
 
 
-class Header(Record, frozen=True):
-    """What rank 0 knows of a checkpoint before its tensors."""
+class Report(Record, frozen=True):
+    """How writing went on one rank. `tried`: why an operation was done again, "" where none was."""
 
-    step: int
-    created: float
-    why: str
-    lineage: str
-    plan_digest: str
-    decision: Json
-    samples: int | None
+    share: Share | None = None
+    trouble: Trouble | None = None
+    tried: str = ""
 
 
-def commit(store: Store, folder: str, header: Header, take: Callable[[], Snapshot]) -> int:
-    """Writes and commits a checkpoint, and returns its bytes over all ranks. Nothing is kept of one that
-    fails.
+class Outcome(Record, frozen=True):
+    """How a save ended, the same on every rank: `bytes` over all ranks, or the first trouble."""
 
-    Host memory: one tensor at a time beyond what the training holds. Collective: three gathers of JSON.
-    Raises: CheckpointError, the same on every rank, naming the first rank that failed.
+    bytes: int = 0
+    trouble: Trouble | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Prepared(NamedTuple):
+    """What this rank is to write, and of what others write the copies that it holds. `low`: said where little room is
+    left.
     """
-    kept = Snapshot()
 
-    def look() -> Report:
-        nonlocal kept
+    kept: Snapshot
+    parts: list[Part]
+    copies: list[Part]
+    low: str = ""
+
+
+def prepare(store: Store, step: int, take: Callable[[], Snapshot]) -> Prepared:
+    """What each rank writes, worked out by itself, once all can; nothing is written or copied yet.
+
+    Collective: one gather of JSON. Raises: CheckpointError, the same on every rank, naming the first in trouble;
+    NoRoom.
+    """
+    kept, layout = Snapshot(), Layout({}, {})
+
+    def look() -> Ready:
+        nonlocal kept, layout
         kept = take()
-        return Report(holding=kept.holding())
+        layout = kept.layout()
+        free = store.free_bytes() if ranks.is_main() and isinstance(store, Roomy) else None
+        digests = kept.digests() if ranks.world() > 1 else dict.fromkeys(kept.apart, "")
+        return Ready(layout.alike(), digests, _bytes_of(kept, layout), free)
 
-    ready = _agreed(header.step, _attempt(store, look))
-    holdings = [report.holding for report in ready]
-    written = _gathered(_attempt(store, lambda: Report(share=write_share(store, folder, kept, holdings))))
-    end = _finish(store, folder, header, written) if ranks.is_main() else Report()
-    _agreed(header.step, end)
-    return sum(report.share.file.bytes for report in written if report.share)
+    try:
+        mine = look()
+    except Exception as error:
+        mine = Ready(trouble=trouble_of(error, store))
+    everyone = [msgspec.convert(each, Ready) for each in ranks.gather_json(msgspec.to_builtins(mine))]
+    for each in everyone:
+        if each.trouble is not None:
+            raise failed(step, each.trouble)
+    low = _room(store, step, sum(each.bytes for each in everyone), everyone[0].free)
+    _refuse_disagreement(everyone)
+    return Prepared(kept, *parts(kept, layout, [each.digests for each in everyone], rank=ranks.rank()), low)
 
 
-def write_share(store: Store, folder: str, kept: Snapshot, holdings: Sequence[Holding]) -> Share:
-    """Writes this rank's file, and looks at its copies of what others write."""
-    mine = contents(kept, holdings, rank=ranks.rank())
-    written = write_file(store, folder, f"rank-{ranks.rank():05d}.safetensors", mine)
+@dataclass
+class Task:
+    """A save that all ranks have agreed on, for this rank's thread. `retries`: how often what fails is tried again."""
+
+    store: Store
+    folder: str
+    header: Header
+    prepared: Prepared
+    exchange: Exchange
+    retries: int = 0
+    backoff_seconds: float = FIRST_BACKOFF_SECONDS
+    trouble: Trouble | None = None
+
+    def carry_out(self, given_up: threading.Event) -> Outcome:
+        """Write, report, and on rank 0 commit or take back; never raises. No collective, no wait without a limit."""
+        try:
+            self.exchange.report(self._write(given_up))
+            if self.exchange.rank:
+                heard: Outcome = self.exchange.outcome(Outcome, given_up)
+                return heard
+            outcome = self._finish(given_up)
+            self.exchange.publish(outcome)
+            return outcome
+        except Exception as error:
+            # Without rank 0 or the store the ranks cannot agree on how it ended, and must not go on apart.
+            return Outcome(trouble=msgspec.structs.replace(trouble_of(error, self.store), lasting=True))
+
+    def _write(self, given_up: threading.Event) -> Report:
+        if self.trouble is not None:
+            return Report(trouble=self.trouble)
+        return self._attempt(lambda: write_share(self.store, self.folder, self.prepared), given_up)
+
+    def _finish(self, given_up: threading.Event) -> Outcome:
+        """On rank 0: the manifest, or the removal of what was written."""
+        try:
+            reports: list[Report] = self.exchange.reports(Report, given_up)
+        except Exception as error:
+            # Who did not report may be writing still: what is there is torn, and goes after the next commit.
+            return Outcome(trouble=trouble_of(error, self.store))
+        troubles = [report.trouble for report in reports if report.trouble]
+        shares = [report.share for report in reports if report.share]
+        end = Report(trouble=troubles[0]) if troubles else self._attempt(lambda: self._commit(shares), given_up)
+        notes = tuple(note for note in dict.fromkeys([report.tried for report in reports] + [end.tried]) if note)
+        if end.trouble is None:
+            return Outcome(sum(share.file.bytes for share in shares), notes=notes)
+        try:
+            delete_folder(self.store, self.folder)
+        except Exception as error:
+            # The cause stands in the outcome; what cannot be removed now is torn, and goes after the next commit.
+            notes += (f"{self.folder} was not removed: {type(error).__name__}: {error}",)
+        return Outcome(trouble=end.trouble, notes=notes)
+
+    def _commit(self, shares: list[Share]) -> None:
+        manifest = assemble(self.header, shares)
+        check_whole(manifest)
+        check_copies(manifest, [share.copies for share in shares])
+        self.store.write(f"{self.folder}/{MANIFEST}", [seal(manifest)])
+
+    def _attempt(self, act: Callable[[], Share | None], given_up: threading.Event) -> Report:
+        """Once, and again where what failed may pass; the waiting is this thread's, and training's goes on."""
+        tried = ""
+        for attempt in range(self.retries + 1):
+            try:
+                return Report(share=act(), tried=tried)
+            except Exception as error:
+                trouble = trouble_of(error, self.store)
+                tried = f"rank {trouble.rank}, try {attempt + 1}: {trouble.what} {trouble.why}"
+                if not may_pass(error) or given_up.wait(self.backoff_seconds * 2**attempt):
+                    break
+        return Report(trouble=trouble)
+
+
+def staged(task: Task, buffer: HostBuffer) -> None:
+    """The task's values copied into the buffer. A rank that cannot must report it: the others count on that."""
+    prepared = task.prepared
+    try:
+        taken = buffer.take([*prepared.parts, *prepared.copies])
+    except Exception as error:
+        task.trouble = trouble_of(error, task.store)
+        return
+    count = len(prepared.parts)
+    task.prepared = prepared._replace(parts=taken[:count], copies=taken[count:])
+
+
+def write_share(store: Store, folder: str, prepared: Prepared) -> Share:
+    """Writes this rank's file, and takes the digests of its copies of what others write. Raises: OSError."""
+    kept = prepared.kept
+    written = write_file(
+        store, folder, f"rank-{ranks.rank():05d}.safetensors", [part.content for part in prepared.parts]
+    )
     return Share(
         file=written.file,
         tensors=written.tensors,
         aliases=kept.aliases,
         state=kept.state,
-        copies=tuple(_copy(name, kept.shared[name]) for name in sorted(kept.copies)),
-    )
-
-
-def _copy(name: str, tensor: torch.Tensor) -> Copy:
-    region = region_of(name, tensor)
-    return Copy(name, region.offsets, region.shape, digest_of(to_bytes(tensor)))
-
-
-def assemble(header: Header, shares: Sequence[Share]) -> Manifest:
-    """The manifest of what all ranks wrote. State that is the same everywhere is kept once."""
-    entries: dict[str, TensorEntry] = {}
-    for entry in (entry for share in shares for entry in share.tensors):
-        known = entries.get(entry.name)
-        if known is not None:
-            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                raise CheckpointError(f"Ranks disagree on {entry.name!r}: {known.shape} and {entry.shape}.")
-            entry = msgspec.structs.replace(known, chunks=known.chunks + entry.chunks)
-        entries[entry.name] = entry
-    alike, by_rank = _divide([share.state for share in shares])
-    return Manifest(
-        **msgspec.structs.asdict(header),
-        world=len(shares),
-        machine=machine(),
-        files=tuple(share.file for share in shares),
-        tensors=tuple(entries[name] for name in sorted(entries)),
-        aliases={name: target for share in shares for name, target in share.aliases.items()},
-        state=alike,
-        state_by_rank=by_rank,
-    )
-
-
-def machine() -> Machine:
-    return Machine(
-        versions={
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
-        },
-        torch_threads=torch.get_num_threads(),
-        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        copies=tuple(_copy(part) for part in prepared.copies),
     )
 
 
@@ -166,141 +233,56 @@ def new_session() -> str:
     return str(ranks.broadcast_json(secrets.token_hex(4)))
 
 
+def failed(step: int, trouble: Trouble) -> CheckpointError:
+    what = f"The checkpoint of step {step} was not saved: rank {trouble.rank}: {trouble.what}"
+    return (Lasting if trouble.lasting else CheckpointError)(what, why=trouble.why, fix=trouble.fix)
+
+
 def trouble_of(error: Exception, store: Store) -> Trouble:
     """An error as a value that crosses ranks, with the fix that its cause suggests."""
-    if isinstance(error, CheckpointError):
-        return Trouble(ranks.rank(), error.what, error.why, error.fix)
-    number = error.errno if isinstance(error, OSError) else None
-    if number in _NO_SPACE:
-        fix = f"free space under {store}, or keep fewer with checkpoint.keep"
-    elif number in _NO_ACCESS:
-        fix = f"let this user write under {store}, or choose another run folder"
-    else:
-        fix = "what was committed before is kept: start again to go on from there"
-    return Trouble(ranks.rank(), f"{type(error).__name__} while it wrote.", str(error), fix)
+    lasting = not isinstance(error, OSError | MemoryError | NoRoom)
+    if isinstance(error, OSError):
+        error = told(error, "written", store)
+    if isinstance(error, CheckpointError | StoreError):
+        return Trouble(ranks.rank(), error.what, error.why, error.fix, lasting)
+    fix = "what was committed before is kept: start again to go on from there"
+    return Trouble(ranks.rank(), f"{type(error).__name__} while it was saved.", str(error), fix, lasting)
 
 
-def _gathered(report: Report) -> list[Report]:
-    """Collective."""
-    return [msgspec.convert(raw, Report) for raw in ranks.gather_json(msgspec.to_builtins(report))]
+def may_pass(error: Exception) -> bool:
+    """Whether trying again within seconds makes sense: a full disk and a refused access stay as they are."""
+    return isinstance(error, OSError) and error.errno not in _NO_SPACE | _NO_ACCESS
 
 
-def _agreed(step: int, report: Report) -> list[Report]:
-    """Every rank's report. Collective. Raises: CheckpointError on all ranks where one is in trouble."""
-    reports = _gathered(report)
-    for trouble in (report.trouble for report in reports):
-        if trouble is not None:
-            what = f"The checkpoint of step {step} was not saved: rank {trouble.rank}: {trouble.what}"
-            raise CheckpointError(what, why=trouble.why, fix=trouble.fix)
-    return reports
+def _copy(part: Part) -> Copy:
+    region = part.content.region
+    return Copy(part.content.name, region.offsets, region.shape, digest_of(part.content.load()))
 
 
-def _attempt(store: Store, act: Callable[[], Report]) -> Report:
-    """A rank that fails must still come to the gather, or the others would wait for it."""
-    try:
-        return act()
-    except Exception as error:
-        return Report(trouble=trouble_of(error, store))
+def _bytes_of(kept: Snapshot, layout: Layout) -> float:
+    """This rank's even part of what is to be written."""
+    items = {name: kept.shared[name].element_size() for name in layout.regions}
+    alike = sum(region.numel * items[name] / len(layout.holders[name]) for name, region in layout.regions.items())
+    own = sum(tensor.nbytes for tensor in kept.own.values())
+    return alike + own + sum(kept.shared[name].nbytes for name in kept.apart) / ranks.world()
 
 
-def _finish(store: Store, folder: str, header: Header, reports: Sequence[Report]) -> Report:
-    """On rank 0: the manifest, or the removal of what was written."""
-    troubles = [report.trouble for report in reports if report.trouble]
-    end = (
-        Report(trouble=troubles[0])
-        if troubles
-        else _attempt(store, lambda: _write_manifest(store, folder, header, reports))
-    )
-    if end.trouble is not None:
-        # The cause stands in the report; what cannot be removed now is torn, and goes after the next commit.
-        _attempt(store, lambda: _removed(store, folder))
-    return end
+def _room(store: Store, step: int, needed: float, free: int | None) -> str:
+    """What there is to say where room is short. Raises: NoRoom."""
+    if free is None or free >= ROOM_CHECKPOINTS * needed:
+        return ""
+    numbers = f"it needs {format_bytes(needed)}, and {format_bytes(free)} are free under {store}"
+    fix = "free space there, keep fewer with checkpoint.keep, or choose another run folder"
+    if free < needed:
+        raise NoRoom(f"The checkpoint of step {step} was not saved: it does not fit.", why=numbers, fix=fix)
+    return f"{numbers}: the next one may not fit beside it"
 
 
-def _removed(store: Store, folder: str) -> Report:
-    delete_folder(store, folder)
-    return Report()
-
-
-def _write_manifest(store: Store, folder: str, header: Header, reports: Sequence[Report]) -> Report:
-    manifest = assemble(header, [report.share for report in reports if report.share])
-    check_whole(manifest)
-    check_copies(manifest, [report.share.copies if report.share else () for report in reports])
-    store.write(f"{folder}/{MANIFEST}", [seal(manifest)])
-    return Report()
-
-
-def check_whole(manifest: Manifest) -> None:
-    """Raises: CheckpointError naming the tensor and region that was written twice, or not at all."""
-    faults = {entry.name: fault for entry in manifest.tensors if (fault := fault_of(entry))}
-    named = {*manifest.aliases.values()}
-    for packed in (*manifest.state.values(), *manifest.state_by_rank.values()):
-        named |= {reference.name for reference in references(list(packed) if isinstance(packed, tuple) else packed)}
-    faults |= dict.fromkeys(sorted(named - {entry.name for entry in manifest.tensors}), "it was written by no rank")
-    if faults:
-        name, fault = next(iter(faults.items()))
+def _refuse_disagreement(everyone: list[Ready]) -> None:
+    pair = disagreeing([each.alike for each in everyone])
+    if pair is not None:
         raise CheckpointError(
-            f"{len(faults)} of {len(manifest.tensors)} tensors are not written once and whole: {name!r}: {fault}.",
-            why="the ranks' shards do not add up to the logical tensor",
-            fix="shard every module over a mesh that all its ranks share",
+            f"Rank {pair[0]} and rank {pair[1]} do not hold the same, and nothing says so.",
+            why="each rank works out by itself what it writes, from meshes and from which ranks hold a module alike",
+            fix="give the Checkpointer holders=, the ranks that hold the same part of the model as this one",
         )
-
-
-def check_copies(manifest: Manifest, copies: Sequence[Sequence[Copy]]) -> None:
-    """Raises: CheckpointError naming a tied weight, or its optimizer state, that a rank holds with other bits."""
-    written = {
-        (entry.name, chunk.offsets, chunk.shape): chunk.digest for entry in manifest.tensors for chunk in entry.chunks
-    }
-    for rank, held in enumerate(copies):
-        for copy in held:
-            region = Region(copy.offsets, copy.shape)
-            if region.numel and written.get((copy.name, *region), copy.digest) != copy.digest:
-                raise CheckpointError(
-                    f"The copies of the tied weight behind {copy.name!r} differ: {region} on rank {rank} and where it "
-                    "is written from.",
-                    why="both must get the same updates, or the model is no longer the one that was described",
-                    fix="put every name of a tied weight into an optimizer group of the same settings, and change "
-                    "weights on all ranks that hold them",
-                )
-
-
-def union_of(states: Sequence[Json]) -> Json:
-    """One optimizer out of what the ranks say of theirs: every rank may hold other parameters, under equal groups.
-
-    None where their kinds, groups or settings differ, or two say otherwise of one parameter: then each rank keeps its
-    own, and only the same ranks can resume it.
-    """
-    first = states[0]
-    if any(state is None or _frame(state) != _frame(first) for state in states):
-        return None
-    groups: list[Json] = []
-    entries: dict[str, Json] = {}
-    for index, group in enumerate(first["groups"]):
-        names = [name for state in states for name in state["groups"][index]["params"]]
-        groups.append({"params": list(dict.fromkeys(names)), "settings": group["settings"]})
-    named = [name for group in groups for name in group["params"]]
-    if len(set(named)) < len(named):
-        return None
-    for name, entry in (pair for state in states for pair in state["state"].items()):
-        if entries.setdefault(name, entry) != entry:
-            return None
-    return {"kind": first["kind"], "groups": groups, "state": entries}
-
-
-def _frame(state: Json) -> Json:
-    return [state["kind"], [group["settings"] for group in state["groups"]]]
-
-
-def _divide(states: Sequence[dict[str, Json]]) -> tuple[dict[str, Json], dict[str, tuple[Json, ...]]]:
-    alike: dict[str, Json] = {}
-    by_rank: dict[str, tuple[Json, ...]] = {}
-    for part in sorted({part for state in states for part in state}):
-        values: tuple[Any, ...] = tuple(state.get(part) for state in states)
-        union = union_of(values) if part.split("/")[0] == "optimizer" else None
-        if union is not None:
-            alike[part] = union
-        elif len({msgspec.json.encode(value) for value in values}) == 1 and part != "rng":
-            alike[part] = values[0]
-        else:
-            by_rank[part] = values
-    return alike, by_rank

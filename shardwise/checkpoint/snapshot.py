@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import rng
 from shardwise.checkpoint.files import Content
-from shardwise.checkpoint.layout import key_of, shares
+from shardwise.checkpoint.layout import Alike, Ranks, alike, shares
 from shardwise.checkpoint.manifest import Json, digest_of
 from shardwise.checkpoint.packing import pack
-from shardwise.checkpoint.regions import dtype_name, region_of, to_bytes
+from shardwise.checkpoint.regions import dtype_name, holders_of, region_of, to_bytes
 from shardwise.errors import CheckpointError
 from shardwise.names import canonical
 from shardwise.regions import Region, whole
@@ -33,6 +33,7 @@ class Stateful(Protocol):
 class Subject:
     """What is kept. A single module or optimizer has the name "". `role` keys what belongs to this rank
     alone. `copies`: each name here of a weight that another rank keeps under the name it is given here.
+    `world`: how many ranks there are. `holders`: of a module by name, the ranks that hold it alike; left out, all.
     """
 
     modules: Mapping[str, nn.Module]
@@ -41,24 +42,28 @@ class Subject:
     state: MutableMapping[str, Any]
     role: str
     copies: Mapping[str, str] = field(default_factory=dict)
+    world: int = 1
+    holders: Mapping[str, Ranks] = field(default_factory=dict)
 
 
 class Weights(NamedTuple):
     """Parameters and persistent buffers by name; a tied one once, its other names as aliases of the first.
 
     `copies`: the names whose first holder is another rank, which writes them; this one reads them.
+    `modules`: which module each is of.
     """
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
     copies: set[str]
+    modules: dict[str, str]
 
 
 @dataclass
 class Snapshot:
     """References, nothing is copied. `shared` tensors are logical ones that several ranks may hold or share;
     `own` this rank's. Of `shared`, `apart` are those that a rank may have changed by itself, and `copies` those
-    that another rank writes.
+    that another rank writes. `holders`: of each other one, the ranks that hold its module.
     """
 
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -67,20 +72,36 @@ class Snapshot:
     state: dict[str, Json] = field(default_factory=dict)
     apart: set[str] = field(default_factory=set)
     copies: set[str] = field(default_factory=set)
+    holders: dict[str, Ranks] = field(default_factory=dict)
     role: str = ""
 
-    def holding(self) -> "Holding":
-        keys = [key_of(name, region_of(name, tensor)) for name, tensor in _alike(self).items()]
-        return Holding(keys, {name: digest_of(to_bytes(self.shared[name])) for name in sorted(self.apart)})
+    def layout(self) -> "Layout":
+        """Where what this rank holds lies, and who holds it too: worked out, nobody is asked."""
+        names = sorted(self.shared.keys() - self.apart - self.copies)
+        known: dict[Any, Ranks] = {}
+        holders = {name: holders_of(self.shared[name], self.holders[name], known) for name in names}
+        return Layout({name: region_of(name, self.shared[name]) for name in names}, holders)
+
+    def digests(self) -> dict[str, str]:
+        """Of what may differ between ranks, as running means do where nothing synchronises them."""
+        return {name: digest_of(to_bytes(self.shared[name])) for name in sorted(self.apart)}
 
 
-class Holding(NamedTuple):
-    """What a rank holds that others may hold too: keys of regions, and digests of what may differ between ranks, as
-    running means do where nothing synchronises them.
-    """
+class Layout(NamedTuple):
+    """Regions that this rank holds as others do or may, and the ranks that hold the same region, by name."""
 
-    keys: Sequence[str] = ()
-    digests: Mapping[str, str] = {}
+    regions: dict[str, Region]
+    holders: dict[str, Ranks]
+
+    def alike(self) -> tuple[Alike, ...]:
+        return alike(self.regions, self.holders)
+
+
+class Part(NamedTuple):
+    """What is to be written of a tensor, and this rank's values of it, which training goes on to change."""
+
+    content: Content
+    values: torch.Tensor
 
 
 def own_name(role: str, name: str) -> str:
@@ -103,17 +124,19 @@ def weights(modules: Mapping[str, nn.Module], copies: Mapping[str, str]) -> Weig
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
+    homes: dict[str, str] = {}
     elsewhere = {join("model", name): join("model", target) for name, target in copies.items()}
-    for name, tensor in _named(modules):
+    for module, name, tensor in _named(modules):
         known = first.setdefault(id(tensor), elsewhere.get(name, name))
         if tensors.setdefault(known, tensor) is not tensor or (name in tensors and known != name):
             raise CheckpointError(
                 f"Two tensors are called {name!r} once wrappers are taken off.",
                 fix="rename the submodule that is called module",
             )
+        homes.setdefault(known, module)
         if known != name:
             aliases[name] = known
-    return Weights(tensors, aliases, {known for known in first.values() if known in elsewhere.values()})
+    return Weights(tensors, aliases, {known for known in first.values() if known in elsewhere.values()}, homes)
 
 
 def snapshot(subject: Subject) -> Snapshot:
@@ -122,15 +145,19 @@ def snapshot(subject: Subject) -> Snapshot:
     Raises: CheckpointError naming what cannot be kept.
     """
     result = Snapshot(role=subject.role)
-    result.shared, result.aliases, result.copies = weights(subject.modules, subject.copies)
+    result.shared, result.aliases, result.copies, modules = weights(subject.modules, subject.copies)
+    everyone = tuple(range(subject.world))
+    result.holders = {name: subject.holders.get(modules[name], everyone) for name in result.shared}
     result.apart = {name for name, tensor in result.shared.items() if _is_buffer(tensor)}
     for name, optimizer in subject.optimizers.items():
         part = join("optimizer", name)
         result.state[part] = _pack_optimizer(subject, part, optimizer, result)
     for name, value in subject.state.items():
         result.state[join("state", name)] = pack_state(name, value, result.shared)
-    given = {name: tensor for name, tensor in result.shared.items() if name.startswith("state/")}
-    result.apart |= {name for name, tensor in given.items() if not isinstance(tensor, DTensor)}
+    for name, tensor in result.shared.items():
+        if name.startswith("state/"):
+            result.holders[name] = everyone
+            result.apart |= set() if isinstance(tensor, DTensor) else {name}
     if subject.data is not None:
         result.state["data"] = _pack_data(subject.data)
     result.state["rng"] = pack(rng.capture(), join("rng", subject.role), result.own)
@@ -140,43 +167,34 @@ def snapshot(subject: Subject) -> Snapshot:
     return result
 
 
-def contents(kept: Snapshot, holdings: Sequence[Holding], *, rank: int) -> list[Content]:
-    """What this rank writes: its shards, its own tensors, and its part of what several ranks hold alike.
+def parts(
+    kept: Snapshot, layout: Layout, digests: Sequence[Mapping[str, str]], *, rank: int
+) -> tuple[list[Part], list[Part]]:
+    """What this rank writes: its shards, its own tensors, and its part of what several ranks hold alike; and its
+    copies of what another rank writes. `digests` by rank.
 
     Of what differs between ranks the first holder's is the shared one, and each that differs is its rank's own.
     """
-    holders: dict[str, list[int]] = {}
-    firsts: dict[str, int] = {}
-    for other, holding in enumerate(holdings):
-        for key in holding.keys:
-            holders.setdefault(key, []).append(other)
-        for name in holding.digests:
-            firsts.setdefault(name, other)
-    alike = {name: region_of(name, tensor) for name, tensor in _alike(kept).items()}
-    keys = {name: key_of(name, region) for name, region in alike.items()}
-    sizes = {keys[name]: region.numel * kept.shared[name].element_size() for name, region in alike.items()}
-    mine = shares(sizes, holders, rank)
-    found = [_content(name, kept.shared[name], region) for name, region in alike.items() if keys[name] in mine]
+    regions, holders = dict(layout.regions), dict(layout.holders)
     wholes = dict(kept.own)
     for name in sorted(kept.apart):
-        first = firsts[name]
-        if first == rank:
-            wholes[name] = kept.shared[name]
-        elif holdings[rank].digests[name] != holdings[first].digests[name]:
+        held = [(other, each[name]) for other, each in enumerate(digests) if name in each]
+        if digests[rank][name] == held[0][1]:
+            regions[name] = whole(kept.shared[name].shape)
+            holders[name] = tuple(other for other, digest in held if digest == held[0][1])
+        else:
             wholes[own_name(kept.role, name)] = kept.shared[name]
-    found += [_content(name, tensor, whole(tensor.shape)) for name, tensor in wholes.items()]
+    sizes = {name: region.numel * kept.shared[name].element_size() for name, region in regions.items()}
+    found = [_part(name, kept.shared[name], regions[name]) for name in sorted(shares(sizes, holders, rank))]
+    found += [_part(name, tensor, whole(tensor.shape)) for name, tensor in wholes.items()]
+    copies = [_part(name, kept.shared[name], region_of(name, kept.shared[name])) for name in sorted(kept.copies)]
     # An empty shard has no bytes; a tensor that is empty as a whole must still be in the manifest.
-    return [content for content in found if content.region.numel or 0 in content.shape]
-
-
-def _alike(kept: Snapshot) -> dict[str, torch.Tensor]:
-    """What every holder has the same values of, and this rank is a holder that may write."""
-    return {name: kept.shared[name] for name in sorted(kept.shared) if name not in kept.apart | kept.copies}
+    return [part for part in found if part.content.region.numel or 0 in part.content.shape], copies
 
 
 def parameter_names(subject: Subject) -> dict[int, str]:
     """Canonical names by the parameter's identity, without the `model/`: of a copy, its first holder's name."""
-    named = {id(tensor): name.removeprefix("model/") for name, tensor in reversed(list(_named(subject.modules)))}
+    named = {id(tensor): name.removeprefix("model/") for _, name, tensor in reversed(list(_named(subject.modules)))}
     return {identity: subject.copies.get(name, name) for identity, name in named.items()}
 
 
@@ -194,7 +212,8 @@ def _is_buffer(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, nn.Parameter | DTensor)
 
 
-def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Module, canonical name, tensor."""
     for module_name, module in modules.items():
         # state_dict, not named_parameters: it leaves out buffers that are not persistent, and FSDP2 returns
         # to its shards for it.
@@ -206,7 +225,7 @@ def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor
                     why="a module's weights are its parameters and persistent buffers",
                     fix="give it through state= instead of get_extra_state()",
                 )
-            yield full, tensor
+            yield module_name, full, tensor
 
 
 def _pack_optimizer(subject: Subject, part: str, optimizer: torch.optim.Optimizer, kept: Snapshot) -> Json:
@@ -215,14 +234,18 @@ def _pack_optimizer(subject: Subject, part: str, optimizer: torch.optim.Optimize
     for index, group in enumerate(optimizer.param_groups):
         owned = [_name_of(parameter, names, part, index) for parameter in group["params"]]
         settings = {key: value for key, value in group.items() if key != "params"}
+        before = set(kept.shared)
         groups.append({"params": owned, "settings": pack(settings, join(part, "groups", str(index)), kept.shared)})
+        kept.apart |= kept.shared.keys() - before  # All ranks have the groups, whatever parameters are in them.
         for name, parameter in zip(owned, group["params"], strict=True):
             if parameter in optimizer.state:
                 entries, before = optimizer.state[parameter], set(kept.shared)
                 _refuse_unsplit(part, name, parameter, entries)
                 state[name] = pack(dict(entries), join(part, "state", name), kept.shared)
+                made = kept.shared.keys() - before
+                kept.holders |= dict.fromkeys(made, kept.holders[join("model", name)])
                 if join("model", name) in kept.copies:
-                    kept.copies |= kept.shared.keys() - before
+                    kept.copies |= made
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
 
 
@@ -259,5 +282,6 @@ def _pack_data(data: Stateful) -> Json:
     return packed
 
 
-def _content(name: str, tensor: torch.Tensor, region: Region) -> Content:
-    return Content(name, dtype_name(name, tensor), tuple(tensor.shape), region, partial(to_bytes, tensor))
+def _part(name: str, tensor: torch.Tensor, region: Region) -> Part:
+    content = Content(name, dtype_name(name, tensor), tuple(tensor.shape), region, partial(to_bytes, tensor))
+    return Part(content, tensor)

@@ -75,13 +75,26 @@ class Evaluated(Event, frozen=True, tag="evaluated"):
 
 
 class Saved(Event, frozen=True, tag="saved"):
-    """A checkpoint is committed. `bytes` over all ranks."""
+    """A checkpoint is committed. `bytes` over all ranks; `seconds` until it was durable, of which training stood still
+    for `stall_seconds`. `host_bytes`: what rank 0 keeps of host memory to copy its part of a checkpoint into.
+    """
 
     step: int
     path: str
     bytes: int
     seconds: float
     why: str
+    stall_seconds: float = 0.0
+    host_bytes: int = 0
+
+
+class SaveFailed(Event, frozen=True, tag="save_failed"):
+    """The state after `step` was not saved, the `in_a_row`-th failure; what was committed before is kept."""
+
+    step: int
+    why: str
+    error: str
+    in_a_row: int
 
 
 class Resumed(Event, frozen=True, tag="resumed"):
@@ -246,6 +259,7 @@ AnyEvent = (
     | Step
     | Evaluated
     | Saved
+    | SaveFailed
     | Resumed
     | NonFiniteLoss
     | LossSpike

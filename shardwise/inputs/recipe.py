@@ -210,6 +210,9 @@ class CheckpointPolicy(Value, frozen=True):
 
     every_steps: Literal["auto"] | NonNegative = "auto"
     keep: Positive = 3
+    asynchronous: bool = True
+    retries: NonNegative = 3
+    abort_after: NonNegative = 0
     notice_seconds: Literal["auto"] | PositiveNumber = "auto"
 
 

@@ -13,7 +13,7 @@ from shardwise import ranks, recompute
 from shardwise.errors import BadInput, ModelError
 from shardwise.inputs.recipe import ModelSpec
 from shardwise.models import inspect
-from shardwise.names import canonical, keep_aliases
+from shardwise.names import canonical, keep_aliases, keep_holders
 from shardwise.parallel import data_parallel, device_mesh, precision, roles, tensor_parallel
 from shardwise.parallel.device_mesh import Mesh
 from shardwise.parallel.outline import ties_across
@@ -213,6 +213,7 @@ def parallelize(
     module.__dict__[_RECORD] = Record(made)
     _living.add(made)
     keep_aliases(module, made.aliases)
+    keep_holders(module, decision.mesh.stage_ranks(ranks.rank()))
     return module
 
 

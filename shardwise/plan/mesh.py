@@ -64,6 +64,11 @@ class MeshShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             rank = rank * degree + value
         return rank
 
+    def stage_ranks(self, rank: int) -> range:
+        """The ranks that work on the same stages of the pipeline as this one: all, where there is none."""
+        each = self.world // self.pp
+        return range(self.coord(rank).pp * each, (self.coord(rank).pp + 1) * each)
+
     def data_coord(self, rank: int) -> int:
         """The position of a rank among the data-parallel ranks, 0..data_parallel-1."""
         coord = self.coord(rank)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from shardwise.checkpoint.assembly import Copy, check_copies, check_whole, union_of
 from shardwise.checkpoint.manifest import Chunk, Manifest, TensorEntry
-from shardwise.checkpoint.saving import Copy, check_copies, check_whole, union_of
 from shardwise.errors import CheckpointError
 from tests.unit.test_checkpoint_format import manifest
 

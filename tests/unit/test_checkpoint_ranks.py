@@ -172,7 +172,7 @@ def faults(folder: str) -> None:
         Checkpointer(folder, module, store=store).save(3)
         check(False, "saved on a full disk")
     except CheckpointError as error:
-        check("rank 1" in error.what and "No space left" in error.why, f"another error: {error}")
+        check("rank 1" in error.what and "No space left" in error.what, f"another error: {error}")
     check(local.list() == before, "something was left of a save that failed")
     dist.barrier()
     if rank == 0:

@@ -1,0 +1,80 @@
+"""A save's thread: it ends with an answer, never outlives the process by more than a bound, and no fork has it."""
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+Answer = TypeVar("Answer")
+
+# How long a process that ends otherwise, by an exception or sys.exit, waits for a save that is under way.
+EXIT_SECONDS = 30.0
+
+_under_way: "weakref.WeakSet[Work[Any]]" = weakref.WeakSet()
+_lock = threading.Lock()
+_registered = False
+
+
+class Work(Generic[Answer]):
+    """`act(given_up)` in a thread of its own, from now on. `given_up` is set when nobody waits for it any more: then it
+    should come to an end, and must begin nothing new.
+    """
+
+    def __init__(self, act: Callable[[threading.Event], Answer], name: str) -> None:
+        """`act` must not raise: what goes wrong is part of its answer."""
+        self.given_up, self._done = threading.Event(), threading.Event()
+        self._answers: list[Answer] = []
+        self._process = os.getpid()
+        _follow(self)
+        # What `act` holds is let go by the thread at its end.
+        threading.Thread(target=self._run, args=(act,), name=name, daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether a fork brought this here: the thread did not come with it."""
+        return os.getpid() != self._process
+
+    def answer(self, timeout: float | None = None) -> Answer | None:
+        """Waits for the answer, signals are handled meanwhile; None where it has not come within `timeout` seconds, or
+        never will, in a fork.
+        """
+        if self.inherited or not self._done.wait(timeout):
+            return None
+        return self._answers[0] if self._answers else None
+
+    def _run(self, act: Callable[[threading.Event], Answer]) -> None:
+        try:
+            self._answers.append(act(self.given_up))
+        finally:
+            self._done.set()
+
+
+def _follow(work: Work[Any]) -> None:
+    """Registered at the first work, thus after what joined the group: at exit this comes before the group is left."""
+    global _registered
+    with _lock:
+        _under_way.add(work)
+        if not _registered:
+            atexit.register(leave)
+            _registered = True
+
+
+def leave(seconds: float | None = None) -> bool:
+    """Waits for all that is under way, together at most so long (default: EXIT_SECONDS), then gives it up.
+
+    True where all came to its end.
+    """
+    deadline = time.monotonic() + (EXIT_SECONDS if seconds is None else seconds)
+    left = [work for work in list(_under_way) if not work.inherited and not work.done]
+    for work in left:
+        work.answer(max(0.0, deadline - time.monotonic()))
+    for work in left:
+        work.given_up.set()
+    return all(work.done for work in left)
