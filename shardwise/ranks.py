@@ -114,6 +114,18 @@ def all_reduce_sum(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     return tensor
 
 
+def begin_sum(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to sum in place over the ranks; the function that is returned waits for it. Collective."""
+    work = dist.all_reduce(tensor, async_op=True) if dist.is_initialized() else None
+
+    def wait() -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        return tensor
+
+    return wait
+
+
 def gather_json(value: Any) -> list[Any]:
     """Every rank's JSON value, in rank order, on every rank. Collective."""
     if _pretending or not dist.is_initialized():

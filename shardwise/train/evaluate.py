@@ -1,7 +1,7 @@
 """Evaluation: the loss over all of a data set, once, with one agreement at the end."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,18 @@ class Evaluation:
     metrics: Mapping[str, float]
 
 
-def evaluate(module: nn.Module, parallel: Parallel, data: Any, loss: LossFunction, inputs: Inputs) -> Evaluation:
-    """Forward only, in eval mode, in the order of the data; the training mode comes back afterwards. Collective."""
+def evaluate(
+    module: nn.Module,
+    parallel: Parallel,
+    data: Any,
+    loss: LossFunction,
+    inputs: Inputs,
+    told_to_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Forward only, in eval mode, in the order of the data; the training mode comes back afterwards.
+
+    None where it was cut short: `told_to_stop`, asked before each global batch, says the same on every rank. Collective.
+    """
     decision = parallel.plan.decision
     loader = data.loader(
         seed=0,
@@ -39,19 +49,30 @@ def evaluate(module: nn.Module, parallel: Parallel, data: Any, loss: LossFunctio
     module.eval()
     try:
         with torch.no_grad():
-            sums = _sums(module, parallel, loader, loss, inputs)
+            sums = _sums(module, parallel, loader, loss, inputs, told_to_stop)
     finally:
         loader.close()
         for inner, training in modes:
             inner.training = training
         parallel.gradients.reshard()
+    if sums is None:
+        return None
     outcome, _ = agree(parallel, sums, [])
     return Evaluation(outcome.loss, outcome.count, outcome.losses, outcome.metrics)
 
 
-def _sums(module: nn.Module, parallel: Parallel, loader: Any, loss: LossFunction, inputs: Inputs) -> LocalSums:
+def _sums(
+    module: nn.Module,
+    parallel: Parallel,
+    loader: Any,
+    loss: LossFunction,
+    inputs: Inputs,
+    told_to_stop: Callable[[], bool],
+) -> LocalSums | None:
     sums = LocalSums(loss_key(loss, training=False))
     for micros in loader:
+        if told_to_stop():
+            return None
         if parallel.pipeline is not None:
             work = Work(module, list(micros), loss, inputs, 0)
             sums.join(counted(parallel, parallel.pipeline, work, sums.key, len(work.micros)))

@@ -8,11 +8,61 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
+
+from shardwise import ranks
 from shardwise.errors import EXIT_REQUEUE
 from shardwise.events.values import Event, FlushLate, Stopped
 from shardwise.resilience.budget import Budget
+from shardwise.resilience.signals import StopSignals
 from shardwise.train.failure import Where
+
+
+class Asked(NamedTuple):
+    """What the ranks agreed on of the signals that any of them got."""
+
+    interrupted: bool = False
+    terminated: bool = False
+
+    def __bool__(self) -> bool:
+        return self.interrupted or self.terminated
+
+
+def flags(signals: StopSignals | None) -> tuple[float, float]:
+    """This rank's part of an agreement: SIGINT; SIGTERM or SIGUSR1."""
+    received = None if signals is None else signals.received
+    return float(received == signal.SIGINT), float(received not in (None, signal.SIGINT))
+
+
+class Asking:
+    """Whether any rank was told to stop, asked again and again: each answer is the one to the question before, so that
+    nobody waits for it.
+    """
+
+    def __init__(self, signals: StopSignals | None) -> None:
+        """`signals` absent: nobody is told anything, as after a run's end."""
+        self.signals = signals
+        self.answer = Asked()
+        self._wait: Callable[[], torch.Tensor] | None = None
+
+    def told(self) -> Asked:
+        """Collective, as often on every rank."""
+        self.close()
+        self._wait = ranks.begin_sum(torch.tensor(flags(self.signals), device=ranks.wire_device()))
+        return self.answer
+
+    def now(self) -> Asked:
+        """An answer to the question of now. Collective."""
+        self.told()
+        return self.close()
+
+    def close(self) -> Asked:
+        """The answer to the last question. Collective, as `told`."""
+        if self._wait is not None:
+            self.answer, self._wait = Asked(*(count > 0 for count in self._wait().tolist())), None
+        return self.answer
 
 
 class Stopping:

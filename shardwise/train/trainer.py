@@ -3,12 +3,11 @@
 import contextlib
 import dataclasses
 import math
-import signal
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -68,7 +67,8 @@ from shardwise.train.step import (
     scale_gradients,
     squares,
 )
-from shardwise.train.stopping import Stopping
+from shardwise.train.stopping import Asked, Asking, Stopping
+from shardwise.train.stopping import flags as signal_flags
 from shardwise.units import format_seconds
 
 NON_FINITE_LIMIT = 3
@@ -222,23 +222,26 @@ class Trainer:
             self.fresh = False  # a second run() of this Trainer goes on with the first one's run
             self.stopping = Stopping(setup.stop_budget(recipe), WHERE, self._steps_kept, self._say)
             held.callback(self.stopping.end)
-            signals = held.enter_context(StopSignals(self.stopping.begin))
+            self.signals = held.enter_context(StopSignals(self.stopping.begin))
+            held.callback(setattr, self, "signals", None)
             if opened.finished:
                 # What the script does after its loop, evaluate() say, is done with the weights that the run ended with.
                 self._prepare(recipe, total, opened)
                 self.loader.close()
                 opening.say_finished(opened)
                 return
-            yield from self._run(recipe, total, opened, signals)
+            yield from self._run(recipe, total, opened)
 
-    def _run(self, recipe: Recipe, total: int, opened: RunState, signals: StopSignals) -> Iterator[Step]:
+    def _run(self, recipe: Recipe, total: int, opened: RunState) -> Iterator[Step]:
         self._prepare(recipe, total, opened)
+        if asked := Asking(self.signals).now():
+            self._leave(asked)
         if self.number == 0 and recipe.train.evaluate_every_steps:
             self.evaluate()
         try:
             # Stopped after its last step, a run has nothing to train and still is to be finished.
             for micros in self.loader if self.number < total else ():
-                step = self._step(micros, signals)
+                step = self._step(micros)
                 if step is None:
                     break
                 yield step
@@ -261,7 +264,7 @@ class Trainer:
         finally:
             self.loader.close()
 
-    def _step(self, micros: Micros, signals: StopSignals) -> Step | None:
+    def _step(self, micros: Micros) -> Step | None:
         """One update; None where the ranks agreed to stop before it."""
         started = time.perf_counter()
         number = self.number + 1
@@ -273,17 +276,13 @@ class Trainer:
         finally:
             WHERE.phase = work.phase
         gradients = local_gradients(self.parallel)
-        flags = [
-            bool(self._stop_reason),
-            signals.received == signal.SIGINT,
-            signals.received not in (None, signal.SIGINT),
-            ranks.is_main() and self.interval.asks(),
-        ]
+        flags = bool(self._stop_reason), ranks.is_main() and self.interval.asks(), *signal_flags(self.signals)
         read = ledger.read_sums(micros) if self.parallel.speaks else (0, 0, 0)
         outcome, extra = agree(self.parallel, sums, [squares(self.parallel), *map(float, (*flags, *read))])
-        self._agreed = tuple(count > 0 for count in extra[1:5])
+        self._stop_agreed, self._save_agreed, *told = (count > 0 for count in extra[1:5])
+        self._asked = Asked(*told)
         self._require_read_once(micros, extra[5:])
-        if self._agreed[0] and self.position.drop(micros):
+        if self._stop_agreed and self.position.drop(micros):
             return None
         norm = math.sqrt(extra[0]) / (divisor(outcome) * self.scaler.scale)
         applied = self._update(outcome, norm, gradients, number)
@@ -354,20 +353,22 @@ class Trainer:
         every = self.plan.recipe.train.evaluate_every_steps
         if every and number % every == 0 and number < total:
             self.evaluate()
-        if self._agreed[1] or self._agreed[2]:
-            self._leave(number)
-        if number < total and self.interval.due(number, self._agreed[3]):
+        if self._asked:
+            self._leave(self._asked)
+        if number < total and self.interval.due(number, self._save_agreed):
             self._save("policy")
-        return number >= total or self._agreed[0]
+        return number >= total or self._stop_agreed
 
-    def _leave(self, number: int) -> None:
-        """After a signal on any rank: save, and end this process. Collective. Raises: SystemExit."""
-        code, name = (EXIT_INTERRUPTED, "SIGINT") if self._agreed[1] else (EXIT_REQUEUE, "SIGTERM")
-        self._save(name)
+    def _leave(self, asked: Asked) -> NoReturn:
+        """After a signal on any rank: save what is new, and end this process. Collective. Raises: SystemExit."""
+        code, name = (EXIT_INTERRUPTED, "SIGINT") if asked.interrupted else (EXIT_REQUEUE, "SIGTERM")
+        trained, kept = self._steps_kept()
+        if trained != kept:
+            self._save(name)
         self.stopping.end()
         self._compare()
         self.journal.goodput()
-        self.journal.stopped(number, "signal", code)
+        self.journal.stopped(self.number, "signal", code)
         ranks.stop()
         raise SystemExit(code)
 
@@ -391,7 +392,8 @@ class Trainer:
         WHERE.folder, WHERE.attempt = opened.folder, opened.attempt
         self.plan = setup.with_recipe(self.plan, recipe)
         self.factor = setup.factor(self.schedule, total)
-        self._agreed = (False, False, False, False)
+        self._stop_agreed = self._save_agreed = False
+        self._asked = Asked()
         self._stop_reason, self.non_finite_in_a_row = "", 0
         per_sample = getattr(self.data, "tokens_per_sample", None)
         peak = probe.peak_flops_per_second(self.plan.decision.precision)
@@ -488,14 +490,21 @@ class Trainer:
             self.journal.fallback("a stop may come too soon for its save", told(flush, budget, loses))
 
     def evaluate(self, data: Any = None) -> Evaluation:
-        """The loss and metrics over all of `data` (default: `valid`), the same on every rank. Collective."""
+        """The loss and metrics over all of `data` (default: `valid`), the same on every rank.
+
+        A signal to stop cuts it short, saves, and leaves through SystemExit. Collective.
+        """
         self._require_open()
         WHERE.phase = "evaluate"
         chosen = self.valid if data is None else as_data(data)
         if chosen is None:
             raise TrainingFailed("There is nothing to evaluate on.", fix="give the Trainer valid=, or evaluate(data)")
         started = time.perf_counter()
-        result = evaluate(self.model, self.parallel, chosen, self.loss, self.inputs)
+        asking = Asking(self.signals)
+        result = evaluate(self.model, self.parallel, chosen, self.loss, self.inputs, asking.told)
+        asking.close()
+        if result is None:
+            self._leave(asking.answer)
         self.journal.evaluated(self.number, result, time.perf_counter() - started)
         return result
 
