@@ -8,7 +8,6 @@ from hypothesis import settings
 
 from tests.distributed.pool import Pool
 
-
 # How long an example takes depends on what else the machine does.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
