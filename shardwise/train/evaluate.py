@@ -32,7 +32,8 @@ def evaluate(
 ) -> Evaluation | None:
     """Forward only, in eval mode, in the order of the data; the training mode comes back afterwards.
 
-    None where it was cut short: `told_to_stop`, asked before each global batch, says the same on every rank. Collective.
+    None where it was cut short: `told_to_stop`, asked before each global batch, says the same on every rank.
+    Collective.
     """
     decision = parallel.plan.decision
     loader = data.loader(
