@@ -1,8 +1,11 @@
 """Events: what is written comes back, whatever the floats, the crashes and the sinks."""
 
+import contextlib
 import math
 import os
+import resource
 import threading
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -153,6 +156,54 @@ def test_a_tail_gives_each_event_once_and_waits_for_the_whole_line(tmp_path: Any
             seen.extend(tail.new())
     assert seen == sent
     assert tail.new() == []
+
+
+@contextlib.contextmanager
+def files_of_at_most(count: int) -> Iterator[None]:
+    """A real refusal: the kernel writes up to the limit, half a line too, and then says EFBIG as a full disk ENOSPC."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def saved(step: int) -> Saved:
+    return Saved(time=1.0, step=step, path="p", bytes=1, seconds=0.0, why="policy")
+
+
+def test_what_a_full_disk_refuses_is_written_later_in_order_and_said_once(tmp_path: Any, capsys: Any) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path) as writer:
+        writer.emit(saved(1))
+        with files_of_at_most(path.stat().st_size + 20):
+            for step in range(2, 6):
+                writer.emit(saved(step))
+            assert writer.delayed == 4
+        assert read(path) == [saved(1)]
+        writer.emit(saved(6))
+        assert writer.delayed == 0
+    assert read(path) == [saved(step) for step in range(1, 7)]
+    assert capsys.readouterr().err.count("kept in memory") == 1
+
+
+def test_memory_is_bounded_while_nothing_can_be_written(tmp_path: Any, capsys: Any) -> None:
+    path = tmp_path / "events.jsonl"
+    writer = EventWriter(path, most_lines=3)
+    writer.emit(saved(1))
+    with files_of_at_most(path.stat().st_size + 20):
+        for step in range(2, 9):
+            writer.emit(saved(step))
+        assert writer.delayed == 3
+    writer.emit(saved(9))
+    assert [event.step for event in read(path)] == [1, 2, 7, 8, 9]
+    writer.close()
+    full = EventWriter(tmp_path / "other.jsonl")
+    with files_of_at_most(10):
+        full.emit(saved(1))
+        full.close()
+    assert "1 events are lost" in capsys.readouterr().err
 
 
 def test_a_closed_writer_says_so(tmp_path: Any) -> None:
