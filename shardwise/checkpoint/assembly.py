@@ -1,17 +1,21 @@
 """What all ranks wrote becomes one manifest, once it is seen to be the whole state, each value once."""
 
+import importlib.metadata
 import platform
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from shardwise.checkpoint.manifest import FileEntry, Json, Machine, Manifest, Record, TensorEntry, fault_of
 from shardwise.checkpoint.packing import references
+from shardwise.checkpoint.revision import revision
+from shardwise.checkpoint.root import added, root_of
 from shardwise.errors import CheckpointError
 from shardwise.regions import Region
+
+_LIBRARIES = ("shardwise", "torch", "numpy", "safetensors", "msgspec", "xxhash")
 
 
 class Header(Record, frozen=True):
@@ -24,6 +28,7 @@ class Header(Record, frozen=True):
     plan_digest: str
     decision: Json
     samples: int | None
+    plan: Json = None
 
 
 class Copy(Record, frozen=True):
@@ -53,7 +58,8 @@ def assemble(header: Header, shares: Sequence[Share]) -> Manifest:
         if known is not None:
             if (known.dtype, known.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(f"Ranks disagree on {entry.name!r}: {known.shape} and {entry.shape}.")
-            entry = msgspec.structs.replace(known, chunks=known.chunks + entry.chunks)
+            both = added([known.sum, entry.sum])
+            entry = msgspec.structs.replace(known, chunks=known.chunks + entry.chunks, sum=both)
         entries[entry.name] = entry
     alike, by_rank = _divide([share.state for share in shares])
     return Manifest(
@@ -65,6 +71,7 @@ def assemble(header: Header, shares: Sequence[Share]) -> Manifest:
         aliases={name: target for share in shares for name, target in share.aliases.items()},
         state=alike,
         state_by_rank=by_rank,
+        root=root_of(header.step, entries.values(), alike),
     )
 
 
@@ -72,12 +79,20 @@ def machine() -> Machine:
     return Machine(
         versions={
             "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
+            **{name: _version(name) for name in _LIBRARIES},
         },
         torch_threads=torch.get_num_threads(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        revision=revision(),
     )
+
+
+def _version(name: str) -> str:
+    """ "" where it is no installed package, as Shardwise itself is where it runs from its source folder."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def check_whole(manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import xxhash
 
 from shardwise.checkpoint.manifest import Chunk, FileEntry, TensorEntry, digest_of
+from shardwise.checkpoint.root import region_sum
 from shardwise.checkpoint.store import Piece, Store
 from shardwise.regions import Region
 
@@ -98,4 +99,5 @@ def write_file(store: Store, folder: str, name: str, contents: Sequence[Content]
 
 def _entry(content: Content, file: str, start: int, data: memoryview) -> TensorEntry:
     chunk = Chunk(file, start, len(data), content.region.offsets, content.region.shape, digest_of(data))
-    return TensorEntry(content.name, content.dtype, content.shape, (chunk,))
+    part = region_sum(data, ITEM_BYTES[content.dtype], content.shape, content.region)
+    return TensorEntry(content.name, content.dtype, content.shape, (chunk,), part)

@@ -37,12 +37,13 @@ class Chunk(Record, frozen=True):
 
 
 class TensorEntry(Record, frozen=True):
-    """A logical tensor. Its chunks cover it once."""
+    """A logical tensor. Its chunks cover it once. `sum` is root.py's, "" in a manifest of version 1."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    sum: str = ""
 
 
 class FileEntry(Record, frozen=True):
@@ -52,18 +53,21 @@ class FileEntry(Record, frozen=True):
 
 
 class Machine(Record, frozen=True):
-    """What the bits of a CPU run depend on."""
+    """What the bits of a CPU run depend on. `revision` of the repository in which the script lies, "" outside one."""
 
     versions: dict[str, str]
     torch_threads: int
     cpu_capability: str
+    revision: str = ""
 
 
 class Manifest(Record, frozen=True):
     """A committed checkpoint.
 
     `state` holds what is the same on all ranks, `state_by_rank` what is not, by part. `aliases` names tied
-    tensors and the one that was stored. `samples` is the global position; None where nobody counts.
+    tensors and the one that was stored. `samples` is the global position; None where nobody counts. `root` is the
+    same for the same state under every plan (root.py). `plan` is the whole plan with its recipe, where there was one.
+    Version 1 had neither, and is read still.
     """
 
     step: int
@@ -80,7 +84,9 @@ class Manifest(Record, frozen=True):
     aliases: dict[str, str]
     state: dict[str, Json]
     state_by_rank: dict[str, tuple[Json, ...]]
-    schema_version: Literal[1] = 1
+    root: str = ""
+    plan: Json = None
+    schema_version: Literal[1, 2] = 2
 
     @property
     def bytes(self) -> int:
