@@ -177,12 +177,12 @@ class Checkpointer:
             raise landed
         return landed
 
-    def begin(self, step: int, why: str = "policy", *, samples: int | None = None) -> None:
+    def begin(self, step: int, why: str = "policy", *, samples: int | None = None) -> SavedCheckpoint | None:
         """Copies the state after `step` and has it written while training goes on; `settle` tells how it ended.
 
-        Waits for a save that is under way already. With checkpoint.asynchronous = false it waits for the commit. What
-        fails is an event, and the policy's to judge. Collective. Raises: CheckpointError, on every rank, for state that
-        cannot be kept, and as `settle`.
+        Waits for a save that is under way already. With checkpoint.asynchronous = false it waits for the commit, and
+        returns it. What fails is an event, and the policy's to judge. Collective. Raises: CheckpointError, on every
+        rank, for state that cannot be kept, and as `settle`.
         """
         self.settle()
         try:
@@ -190,9 +190,8 @@ class Checkpointer:
         except NoRoom as error:
             self._failed(step, why, error)
             self._judge(error)
-            return
-        if not self.policy.asynchronous:
-            self.settle()
+            return None
+        return None if self.policy.asynchronous else self.settle()
 
     def finish(self, step: int, why: str, *, samples: int | None = None) -> SavedCheckpoint | None:
         """The state after `step` is committed when this returns: by the save under way, or else by another; None where

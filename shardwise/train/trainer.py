@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from shardwise import ranks
-from shardwise.checkpoint.checkpointer import Checkpointer
+from shardwise.checkpoint import background
+from shardwise.checkpoint.checkpointer import Checkpointer, SavedCheckpoint
 from shardwise.checkpoint.interval import Interval, record_of
 from shardwise.data import ledger
 from shardwise.data.batches import as_data
@@ -256,6 +257,7 @@ class Trainer:
                 self.journal.stopped(self.number, "user", EXIT_DONE)
             raise
         except ShardwiseError:
+            background.leave()  # What the ranks agree to fail on may not cost a save that is nearly there.
             raise
         except (RuntimeError, MemoryError) as error:
             if failure.is_out_of_memory(error):
@@ -276,12 +278,13 @@ class Trainer:
         finally:
             WHERE.phase = work.phase
         gradients = local_gradients(self.parallel)
-        flags = bool(self._stop_reason), ranks.is_main() and self.interval.asks(), *signal_flags(self.signals)
+        wants = bool(self._stop_reason), ranks.is_main() and self.interval.asks(), self.checkpointer.pending
+        flags = *wants, *signal_flags(self.signals)
         read = ledger.read_sums(micros) if self.parallel.speaks else (0, 0, 0)
         outcome, extra = agree(self.parallel, sums, [squares(self.parallel), *map(float, (*flags, *read))])
-        self._stop_agreed, self._save_agreed, *told = (count > 0 for count in extra[1:5])
+        self._stop_agreed, self._save_agreed, self._save_pending, *told = (count > 0 for count in extra[1:6])
         self._asked = Asked(*told)
-        self._require_read_once(micros, extra[5:])
+        self._require_read_once(micros, extra[6:])
         if self._stop_agreed and self.position.drop(micros):
             return None
         norm = math.sqrt(extra[0]) / (divisor(outcome) * self.scaler.scale)
@@ -355,8 +358,10 @@ class Trainer:
             self.evaluate()
         if self._asked:
             self._leave(self._asked)
+        if not self._save_pending:  # All ranks know how the save under way ended: it is judged on all at this step.
+            self._learn_from(self.checkpointer.settle())
         if number < total and self.interval.due(number, self._save_agreed):
-            self._save("policy")
+            self._save_beside("policy")
         return number >= total or self._stop_agreed
 
     def _leave(self, asked: Asked) -> NoReturn:
@@ -392,7 +397,7 @@ class Trainer:
         WHERE.folder, WHERE.attempt = opened.folder, opened.attempt
         self.plan = setup.with_recipe(self.plan, recipe)
         self.factor = setup.factor(self.schedule, total)
-        self._stop_agreed = self._save_agreed = False
+        self._stop_agreed = self._save_agreed = self._save_pending = False
         self._asked = Asked()
         self._stop_reason, self.non_finite_in_a_row = "", 0
         per_sample = getattr(self.data, "tokens_per_sample", None)
@@ -475,15 +480,21 @@ class Trainer:
 
     def _save(self, why: str) -> None:
         WHERE.phase = "save"
-        if self.checkpointer.saved_step == self.number:
-            return
-        saved = self.checkpointer.save(self.number, why, samples=self.position.samples)
-        self._learn_from(saved.seconds, saved.seconds)
+        self._learn_from(self.checkpointer.finish(self.number, why, samples=self.position.samples))
 
-    def _learn_from(self, stall: float, lag: float) -> None:
+    def _save_beside(self, why: str) -> None:
+        """Begin to save this step's state; training goes on while it is written."""
+        WHERE.phase = "save"
+        self._learn_from(self.checkpointer.settle())
+        self._learn_from(self.checkpointer.begin(self.number, why, samples=self.position.samples))
+        self.interval.started(self.number)
+
+    def _learn_from(self, saved: SavedCheckpoint | None) -> None:
         """From a save: how often to save, and whether a stop's notice is long enough; told when it is not."""
-        flush, budget = Flush(self.journal.longest_step, lag), self.stopping.budget
-        self.interval.saved(self.number, stall, lag, flushes=fits(flush, budget))
+        if saved is None:
+            return
+        flush, budget = Flush(self.journal.longest_step, saved.seconds), self.stopping.budget
+        self.interval.saved(saved.step, saved.stall_seconds, saved.seconds, flushes=fits(flush, budget))
         if not fits(flush, budget) and self.flushes:
             self.flushes = False
             loses = f"what was trained since the last save, up to {format_seconds(self.interval.seconds)} of work"
