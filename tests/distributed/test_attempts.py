@@ -1,0 +1,107 @@
+"""A run that outlives its ranks: killed, crashed and told to stop, in real processes; what is lost and what is not."""
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.events.reader import read
+from shardwise.events.values import AttemptEnded, Resumed, RunStarted, Step
+from shardwise.launch.run_folder import attempts_path, events_path
+from tests.distributed.test_command import LIMIT_SECONDS, SHARDWISE, last_json, recipe, run, start, weights
+
+LIMIT = 2 * LIMIT_SECONDS
+
+
+def pids_of(folder: Path, attempt: int) -> tuple[int, ...]:
+    told = read(events_path(folder / "run", attempt))
+    return next(event.pids for event in told if isinstance(event, RunStarted))
+
+
+def ends(folder: Path) -> list[AttemptEnded]:
+    return [event for event in read(attempts_path(folder / "run")) if isinstance(event, AttemptEnded)]
+
+
+def kill_at_saves(command: Sequence[str], folder: Path, rank: int, steps: Sequence[int]) -> tuple[int, str, str]:
+    """Run the command, and kill a rank as each of these steps is saved, one an attempt; code, output, errors."""
+    process = start(list(command), folder)
+    assert process.stderr is not None
+    seen, attempt = "", 1
+    for line in process.stderr:
+        seen += line
+        if attempt <= len(steps) and f"step {steps[attempt - 1]}: saved" in line:
+            os.kill(pids_of(folder, attempt)[rank], signal.SIGKILL)
+            attempt += 1
+    out = process.stdout.read() if process.stdout is not None else ""
+    return process.wait(LIMIT), out, seen
+
+
+def test_a_killed_rank_costs_an_attempt_and_no_bit(tmp_path: Path) -> None:
+    command = recipe(tmp_path / "whole", steps=24, devices=3)
+    whole = run(command, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    recipe(tmp_path / "cut", steps=24, devices=3)
+    code, out, err = kill_at_saves(command, tmp_path / "cut", rank=1, steps=[8])
+    assert code == 0, err
+    assert "rank 1" in err and "SIGKILL" in err and "attempt 2 begins after step" in err and "crash 1 of 3" in err
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+    for key in ("first_loss", "last_loss", "valid_loss"):
+        assert last_json(out)[key] == last_json(whole.stdout)[key]
+    first, last = ends(tmp_path / "cut")
+    assert (first.cause, first.begins, first.world) == ("lost", 2, 3)
+    assert (last.cause, last.begins, last.exit_code) == ("done", None, 0)
+    # What is said to be lost is what the second attempt makes again.
+    made = [event.step for event in read(events_path(tmp_path / "cut" / "run", 1)) if isinstance(event, Step)]
+    resumed = [event.step for event in read(events_path(tmp_path / "cut" / "run", 2)) if isinstance(event, Resumed)]
+    assert [first.committed] == resumed and first.lost_steps == len([step for step in made if step > first.committed])
+
+
+AGAIN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import shardwise as sw
+from shardwise import ranks
+x = torch.arange(256.0).reshape(64, 4) / 256
+trainer = sw.Trainer(
+    model=lambda: nn.Linear(4, 1), loss=lambda o, b: sw.Loss((o - b[1]).square().sum(), len(b[1])),
+    optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01), data=sw.Batches(TensorDataset(x, x.sum(1, True))),
+    global_batch=8, run="run", checkpoint=sw.CheckpointPolicy(every_steps={every}))
+for step in trainer.run(steps=8):
+    if step.number == 5 and ranks.rank() == 1:
+        raise ValueError(f"a fault of the user's at {{id(step)}}")
+"""
+
+
+def test_the_same_error_at_the_same_step_is_tried_twice_and_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(AGAIN.format(every=2))
+    done = run([SHARDWISE, "run", "--devices", "2", "train.py"], tmp_path)
+    assert done.returncode == 1
+    assert "attempt 2 begins after step 4" in done.stderr and "the same error came at step 5 before" in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert [one.cause for one in ends(tmp_path)] == ["crash", "crash"]
+
+
+def test_a_script_that_keeps_nothing_is_not_started_again_unless_asked(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nopen('starts', 'a').write('x')\nraise SystemExit(1)\n")
+    assert run([SHARDWISE, "run", "--devices", "1", "train.py"], tmp_path).returncode == 1
+    assert (tmp_path / "starts").read_text() == "x"
+    (tmp_path / "train.py").write_text("import os\nopen('starts', 'a').write('y')\nos.kill(os.getpid(), 9)\n")
+    asked = run([SHARDWISE, "run", "--restarts", "1", "--devices", "1", "train.py"], tmp_path)
+    assert asked.returncode == 1 and "train.restarts.crashes = 1" in asked.stderr
+    assert (tmp_path / "starts").read_text() == "xyy"
+
+
+def test_a_term_to_the_command_saves_and_leaves_with_75_and_begins_nothing(tmp_path: Path) -> None:
+    command = recipe(tmp_path, steps=5000, devices=2)
+    process = start(command, tmp_path)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "step 4: saved" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 75, err
+    assert "attempt 2" not in err and [one.cause for one in ends(tmp_path)] == ["preempted"]
+    newest = max(int(path.name.split("-")[1]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert newest == last_json(out)["step"] > 4
