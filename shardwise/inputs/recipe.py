@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shardwise.errors import RecipeError
+from shardwise.inputs import store_url
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -201,15 +202,28 @@ def device_span(devices: int | str) -> tuple[int, int] | None:
     return span
 
 
+class History(Value, frozen=True):
+    """A thinning past: beside the newest, the last checkpoint of each of so many hours and days that have one."""
+
+    hourly: NonNegative = 0
+    daily: NonNegative = 0
+
+
 class CheckpointPolicy(Value, frozen=True):
-    """Save every so many steps (0: only at the end and when stopped); keep the newest `keep`.
+    """Save every so many steps (0: only at the end and when stopped); keep the newest `keep`, a `history`, and the
+    `best` many by an evaluation at a checkpoint's own step: `best_by` the "lowest loss", or "highest accuracy".
 
     "auto": as often as what a save costs and how often runs die suggest, and at least every 500 steps.
     `notice_seconds`: between the signal to stop and the end of the process; "auto": as the launcher says, else 15.
+    `store`: a folder or URL (s3://bucket/prefix) for them; "" is checkpoints/ in the run folder.
     """
 
     every_steps: Literal["auto"] | NonNegative = "auto"
     keep: Positive = 3
+    history: History = History()
+    best: NonNegative = 0
+    best_by: Annotated[str, msgspec.Meta(pattern=r"^(lowest|highest) \S+$")] = "lowest loss"
+    store: str = ""
     asynchronous: bool = True
     retries: NonNegative = 3
     abort_after: NonNegative = 0
@@ -258,6 +272,8 @@ def from_keys(keys: Mapping[str, object], where: str = "recipe") -> Recipe:
 def require_complete(recipe: Recipe, where: str = "recipe") -> None:
     """Raises: RecipeError where a choice of exactly one is not made or made twice, or evaluation has no data."""
     model, data, batch, train = recipe.model, recipe.data, recipe.batch, recipe.train
+    store_url.require_folder(recipe.run)
+    store_url.require_plain(recipe.checkpoint.store, "checkpoint.store")
     choices: list[tuple[str, dict[str, object], str]] = [
         (
             "model",
