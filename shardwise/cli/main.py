@@ -183,6 +183,28 @@ def score(
     reported(lambda: verb.score(runs, as_json), as_json)
 
 
+@dev.command(epilog="Example: shardwise dev chaos recipes/quickstart.toml --faults 20 --devices 2")
+def chaos(
+    recipe: Annotated[str, typer.Argument(help="A TOML recipe; it is trained in a scratch folder, twice.")],
+    overrides: Overrides = None,
+    faults: Annotated[int, typer.Option("--faults", min=1, help="How many faults, one after another.")] = 10,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed draws the same faults.")] = 0,
+    kinds: Annotated[
+        list[str] | None, typer.Option("--kind", metavar="KIND", help='"kill rank", "flip bit", ...; repeatable.')
+    ] = None,
+    devices: Annotated[int, typer.Option("--devices", min=1, help="Ranks of the scratch run.")] = 2,
+    out: Annotated[
+        str, typer.Option("--out", metavar="FOLDER", help="The scratch folder; it must be new.")
+    ] = "runs/chaos",
+    as_json: AsJson = False,
+) -> None:
+    """Let faults loose on a scratch run (kills, stops, flipped bits, a full disk) and say what was survived."""
+    from shardwise.cli import dev as verb
+
+    asked = verb.Chaos(recipe, tuple(overrides or ()), faults, seed, tuple(kinds or ()), devices, out, as_json)
+    reported(lambda: verb.chaos(asked), as_json)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The console script. Exit codes: 0 done, 1 failed, 2 bad input, 75 requeue, 130 stopped by Ctrl-C.
 
