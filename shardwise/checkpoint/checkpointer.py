@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise import ranks
+from shardwise.checkpoint import marks
 from shardwise.checkpoint.assembly import Header
 from shardwise.checkpoint.background import Work
 from shardwise.checkpoint.exchange import Exchange
@@ -339,6 +340,30 @@ class Checkpointer:
             )
         return 0
 
+    def go_back(self, before: int, why: str) -> int:
+        """Loads the newest whole checkpoint of a step before `before`, as `resume` does, and returns its step; what is
+        from then on is passed over from now on, for this reason.
+
+        Collective. Raises: CheckpointError, also where there is none.
+        """
+        self.settle()
+        self._on_all(partial(self._pass_over, before, why))
+        step = self.resume()
+        if not step:
+            raise CheckpointError(
+                f"There is no checkpoint from before step {before} to go back to.",
+                why=why,
+                fix="save more often (checkpoint.every_steps), or keep more (checkpoint.keep)",
+            )
+        return step
+
+    def _pass_over(self, before: int, why: str) -> None:
+        """On rank 0. Raises: OSError."""
+        if ranks.is_main():
+            for item in look(self.store, self._lineage).committed:
+                if item.manifest.step >= before:
+                    marks.pass_over(self.store, item.folder, why)
+
     def committed(self) -> list[Committed]:
         """The committed checkpoints, newest first: their manifests are verified, their files are not.
 
@@ -358,8 +383,9 @@ class Checkpointer:
         """
         seen: dict[str, Any] = {}
         if ranks.is_main():
-            listing = look(self.store, self._lineage)
-            seen["whole"] = [[item.folder, _identity(item.manifest)] for item in listing.committed]
+            listing, over = look(self.store, self._lineage), marks.passed_over(self.store)
+            whole = [item for item in listing.committed if item.folder not in over]
+            seen["whole"] = [[item.folder, _identity(item.manifest)] for item in whole]
             seen["broken"] = [[item.folder, item.why] for item in listing.broken]
         seen = ranks.broadcast_json(seen)
         return [(folder, digest) for folder, digest in seen["whole"]], [Skipped(*item) for item in seen["broken"]]

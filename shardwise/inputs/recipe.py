@@ -168,6 +168,9 @@ class Restarts(Value, frozen=True):
 class TrainSpec(Value, frozen=True):
     """Exactly one of steps, epochs, tokens says when it is finished. `guard_every_steps`: 0 is never.
 
+    on_spike: of a loss that is not finite three times in a row, and of a spike that lasts: told; the run goes back to a
+    checkpoint from before it; or goes back and passes the samples over that it came with.
+
     cluster: "local", or a file that `shardwise doctor --measure` wrote on this machine: the plan then knows its speed.
     devices: ranks on each node; "2:4" is four, and as few as two where others failed.
     """
@@ -181,6 +184,7 @@ class TrainSpec(Value, frozen=True):
     cluster: str = "local"
     evaluate_every_steps: NonNegative = 0
     guard_every_steps: NonNegative = 100
+    on_spike: Literal["tell", "roll_back", "pass_over"] = "tell"
     restarts: Restarts = Restarts()
 
 
@@ -457,6 +461,7 @@ ALLOWED_CHANGES = (
     "train.devices",
     "train.restarts",
     "train.guard_every_steps",
+    "train.on_spike",
     "model.roles",
     "model.sequence_parallel",
 )

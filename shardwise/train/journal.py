@@ -130,6 +130,11 @@ class Journal:
     def spike(self, spike: Spike) -> None:
         self.events.emit(happened.LossSpike(step=spike.step, loss=spike.loss, usual=spike.usual, times=spike.times))
 
+    def rolled_back(self, step: int, from_step: int, path: str, why: str, passed_over: int) -> None:
+        self.events.emit(
+            happened.RolledBack(step=step, from_step=from_step, path=path, why=why, passed_over=passed_over)
+        )
+
     def goodput(self) -> None:
         """What the run's time went into, over all its attempts."""
         if not ranks.is_main():

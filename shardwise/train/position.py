@@ -19,6 +19,10 @@ class Position:
             self.dropped = micros.first
         return self.dropped is not None
 
+    def moved(self, loader: Any) -> None:
+        """Another loader reads on from here."""
+        self.loader, self.dropped = loader, None
+
     @property
     def samples(self) -> int:
         return int(self.loader.position) if self.dropped is None else self.dropped

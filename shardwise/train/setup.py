@@ -58,6 +58,7 @@ class Settings:
     roles: Mapping[str, str]
     sequence_parallel: str | bool
     guard_every_steps: int
+    on_spike: str = "tell"
     cluster: str = "local"
 
     def recipe(self) -> Recipe:
@@ -77,6 +78,7 @@ class Settings:
             "train": {
                 "precision": self.precision, "plan": _plan_keys(self.plan),
                 "evaluate_every_steps": self.evaluate_every_steps, "guard_every_steps": self.guard_every_steps,
+                "on_spike": self.on_spike,
                 "cluster": self.cluster,
             },
             "checkpoint": msgspec.to_builtins(self.checkpoint),

@@ -26,7 +26,6 @@ from shardwise.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
-    NonFinite,
     RanksDiverged,
     RecipeError,
     ShardwiseError,
@@ -50,11 +49,11 @@ from shardwise.train.additive import require_additive
 from shardwise.train.before_ranks import Built
 from shardwise.train.evaluate import Evaluation, evaluate
 from shardwise.train.failure import WHERE
+from shardwise.train.health import Bad, Health, Seen
 from shardwise.train.journal import Journal
 from shardwise.train.loss import LossFunction
 from shardwise.train.position import Position
 from shardwise.train.scaler import LossScaler
-from shardwise.train.spikes import Spikes
 from shardwise.train.step import (
     Inputs,
     StepLoss,
@@ -71,8 +70,6 @@ from shardwise.train.step import (
 from shardwise.train.stopping import Asked, Asking, Stopping
 from shardwise.train.stopping import flags as signal_flags
 from shardwise.units import format_seconds
-
-NON_FINITE_LIMIT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +128,7 @@ class Trainer:
         roles: Mapping[str, str] | None = None,
         sequence_parallel: str | bool = "auto",
         guard_every_steps: int = 100,
+        on_spike: str = "tell",
         cluster: str = "local",
     ) -> None:
         WHERE.phase = "setup"
@@ -144,7 +142,7 @@ class Trainer:
             run=setup.run_name(run), checkpoint=checkpoint, log=tuple(log), fp32_modules=tuple(fp32_modules),
             evaluate_every_steps=evaluate_every_steps, sync_batchnorm=sync_batchnorm, mixes_samples=mixes_samples,
             unused_parameters=tuple(unused_parameters), roles=roles or {}, sequence_parallel=sequence_parallel,
-            guard_every_steps=guard_every_steps, cluster=cluster,
+            guard_every_steps=guard_every_steps, on_spike=on_spike, cluster=cluster,
         )  # fmt: skip
         self.loss, self.state, self.inputs = loss, dict(state or {}), inputs
         recipe, made = settings.recipe(), plan if isinstance(plan, Plan) else None
@@ -241,7 +239,7 @@ class Trainer:
             self.evaluate()
         try:
             # Stopped after its last step, a run has nothing to train and still is to be finished.
-            for micros in self.loader if self.number < total else ():
+            for micros in self._micros() if self.number < total else ():
                 step = self._step(micros)
                 if step is None:
                     break
@@ -291,7 +289,9 @@ class Trainer:
         applied = self._update(outcome, norm, gradients, number)
         self.number = number
         self.ledger.add(number, micros.first, micros.samples, micros.next_position)
-        self._look_for_spike(number, outcome.loss)
+        overflow = not applied and self.scaler.enabled and outcome.finite
+        seen = Seen(number, micros.first, micros.next_position, outcome.loss, norm, applied, overflow)
+        self.bad = self.health.look(seen)
         lr = float(self.optimizer.param_groups[0]["lr"])
         step = Step(number, outcome.loss, norm, lr, outcome.metrics, outcome.losses, micros.samples, micros.epoch,
                     ranks.is_main(), applied)  # fmt: skip
@@ -312,9 +312,7 @@ class Trainer:
         scale = self.scaler.scale
         self.scaler.update(finite)
         if not finite:
-            self._skip(outcome, norm, number)
             return False
-        self.non_finite_in_a_row = 0
         scale_gradients(gradients, clip_factor(norm, self.clip_norm) / (divisor(outcome) * scale))
         WHERE.phase = "optimizer"
         optimizers.apply_schedule(self.optimizer, self.base_lrs, self.factor(number))
@@ -330,26 +328,46 @@ class Trainer:
                 fix="start every rank by one launcher (shardwise train, torchrun), and leave the loader to the Trainer",
             )
 
-    def _look_for_spike(self, number: int, loss: float) -> None:
-        spike = self.spikes.look(number, loss)
-        if spike is not None and spike.step == spike.since:
-            self.journal.spike(spike)
+    def _micros(self) -> Iterator[Micros]:
+        """Step after step of the loader; of the next one, where the run goes back or passes samples over."""
+        reads = None
+        while reads is not self.loader:
+            reads = self.loader
+            for micros in reads:
+                yield micros
+                self._pass_over()
+                if reads is not self.loader:
+                    break
 
-    def _skip(self, outcome: StepLoss, norm: float, number: int) -> None:
-        if self.scaler.enabled and outcome.finite:
-            self.journal.fallback(
-                f"step {number} was skipped: fp16 gradients overflowed",
-                f"the loss scale is now {self.scaler.scale:g}",
-            )
-            return
-        self.non_finite_in_a_row += 1
-        self.journal.non_finite(number, outcome.loss, norm, self.non_finite_in_a_row)
-        if self.non_finite_in_a_row == NON_FINITE_LIMIT:
-            raise NonFinite(
-                f"The loss or the gradient was not finite {NON_FINITE_LIMIT} steps in a row, to step {number}.",
-                why=f"loss {outcome.loss}, gradient norm {norm}; none of these updates was applied",
-                fix="go on from the last checkpoint (the same command) with a lower optimizer.lr or longer warm-up",
-            )
+    def _go_back(self, bad: Bad) -> None:
+        """To the newest checkpoint from before `bad`; later ones are passed over from now on. Collective.
+
+        Raises: CheckpointError where there is none.
+        """
+        WHERE.phase = "resume"
+        undone = self.number
+        self._read_from(0)
+        self.number = WHERE.step = self.checkpointer.go_back(bad.since.step, bad.why)
+        self.health.returned(bad)
+        self.bad = None
+        over = 0
+        if self.health.on_spike == "pass_over":
+            self.passes_over.append(bad)
+            over = bad.end - bad.since.first
+        self.interval.started(self.number)
+        self.journal.rolled_back(self.number, undone, str(self.checkpointer.resumed_from), bad.why, over)
+        self._pass_over()
+
+    def _pass_over(self) -> None:
+        """Where samples begin that are to be passed over, read on behind them."""
+        while bad := next((one for one in self.passes_over if one.since.first == self.position.samples), None):
+            self.ledger.pass_over(self.number + 1, bad.since.first, bad.end, bad.why)
+            self._read_from(bad.end)
+
+    def _read_from(self, position: int) -> None:
+        self.loader.close()
+        self.loader = self._loader(position)
+        self.position.moved(self.loader)
 
     def _after(self, number: int, total: int) -> bool:
         """What is due after the loop's body; True where the loop ends here."""
@@ -358,6 +376,9 @@ class Trainer:
             self.evaluate()
         if self._asked:
             self._leave(self._asked)
+        if self.bad is not None:
+            self._go_back(self.bad)
+            return False
         if not self._save_pending:  # All ranks know how the save under way ended: it is judged on all at this step.
             self._learn_from(self.checkpointer.settle())
         if number < total and self.interval.due(number, self._save_agreed):
@@ -399,7 +420,9 @@ class Trainer:
         self.factor = setup.factor(self.schedule, total)
         self._stop_agreed = self._save_agreed = self._save_pending = False
         self._asked = Asked()
-        self._stop_reason, self.non_finite_in_a_row = "", 0
+        self._stop_reason = ""
+        self.bad: Bad | None = None
+        self.passes_over: list[Bad] = []
         per_sample = getattr(self.data, "tokens_per_sample", None)
         peak = probe.peak_flops_per_second(self.plan.decision.precision)
         self.journal = Journal(opened, self.plan, total, per_sample, peak)
@@ -407,8 +430,8 @@ class Trainer:
         self.position = Position(self.loader)
         self.scaler.start(self.plan.decision.global_batch * (per_sample or 1))
         self.interval = self._interval(recipe, opened)
-        self.ledger, self.spikes = Ledger(opened.attempt), Spikes()
-        own = {"trainer.scaler": self.scaler, "trainer.ledger": self.ledger, "trainer.spikes": self.spikes}
+        self.ledger, self.health = Ledger(opened.attempt), Health(recipe.train.on_spike, self.journal)
+        own = {"trainer.scaler": self.scaler, "trainer.ledger": self.ledger, "trainer.health": self.health}
         self.checkpointer = Checkpointer(
             opened.folder,
             self.model,
@@ -468,7 +491,7 @@ class Trainer:
         held = ranks.gather_json(memory_use.peak_bytes())
         self.journal.compared(max((one for one in held if one is not None), default=None))
 
-    def _loader(self) -> Any:
+    def _loader(self, start: int = 0) -> Any:
         decision = self.plan.decision
         return self.data.loader(
             seed=self.plan.recipe.seed,
@@ -476,6 +499,7 @@ class Trainer:
             micro_batches=decision.accumulation,
             rank=self.parallel.data_coord,
             ranks=decision.mesh.data_parallel,
+            start=start,
         )
 
     def _save(self, why: str) -> None:

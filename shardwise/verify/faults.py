@@ -33,7 +33,7 @@ QUIET: tuple[Kind, ...] = ("full disk",)
 
 
 class Fault(NamedTuple):
-    """One fault. `after_steps`: how many steps the run makes before its moment is waited for. `draw`, in [0, 1), chooses
+    """One fault. `after_steps`: how many steps the run makes before its moment is waited for. `draw`, of [0, 1), picks
     a rank, a file or a byte when it comes.
     """
 
