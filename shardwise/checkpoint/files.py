@@ -1,12 +1,14 @@
 """A rank's tensors as one safetensors file, streamed to a Store while its digests are taken. No torch."""
 
 import json
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
 
-from shardwise.checkpoint.manifest import Chunk, FileEntry, TensorEntry, digest_of
+from shardwise.checkpoint.manifest import Chunk, FileEntry, TensorEntry
 from shardwise.checkpoint.root import region_sum
 from shardwise.checkpoint.store import Piece, Store
 from shardwise.regions import Region
@@ -28,6 +30,10 @@ ITEM_BYTES = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
+
+
+# Small enough to lie in a cache between being hashed and being written.
+PIECE_BYTES = 4 * 2**20
 
 
 class Content(NamedTuple):
@@ -73,14 +79,48 @@ def header(contents: Sequence[Content]) -> bytes:
     return len(body).to_bytes(8, "little") + body
 
 
+class _Sums:
+    """Takes the tensors' sums in a thread beside the writing, in order; one is at work and one may wait.
+
+    No executor: the interpreter ends those before it waits for a save that is under way.
+    """
+
+    def __init__(self) -> None:
+        self._given: queue.Queue[tuple[Content, memoryview] | None] = queue.Queue(1)
+        self._found: list[str] = []
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="shardwise-sums", daemon=True)
+        self._thread.start()
+
+    def add(self, content: Content, data: memoryview) -> None:
+        self._given.put((content, data))
+
+    def end(self) -> list[str]:
+        self._given.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def _run(self) -> None:
+        while (given := self._given.get()) is not None:
+            content, data = given
+            try:
+                item = ITEM_BYTES[content.dtype]
+                self._found.append(region_sum(data, item, content.shape, content.region))
+            except Exception as error:
+                self._error = error
+
+
 def write_file(store: Store, folder: str, name: str, contents: Sequence[Content]) -> Written:
-    """Writes one file, a tensor in host memory at a time, and returns its digests.
+    """Writes one file and returns its digests; of what `load` copies three tensors are in memory at most.
 
     Raises: OSError.
     """
     ordered = file_order(contents)
     top = header(ordered)
-    hasher, entries, position = xxhash.xxh3_128(), [], len(top)
+    hasher, chunks, position = xxhash.xxh3_128(), list[Chunk](), len(top)
+    sums = _Sums()
 
     def stream() -> Iterator[Piece]:
         nonlocal position
@@ -88,16 +128,23 @@ def write_file(store: Store, folder: str, name: str, contents: Sequence[Content]
         yield top
         for content in ordered:
             data = content.load()
-            hasher.update(data)
-            entries.append(_entry(content, name, position, data))
+            sums.add(content, data)
+            own = xxhash.xxh3_128()
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                own.update(piece)
+                hasher.update(piece)
+                yield piece
+            region = content.region
+            chunks.append(Chunk(name, position, len(data), region.offsets, region.shape, own.hexdigest()))
             position += len(data)
-            yield data
 
-    store.write(f"{folder}/{name}", stream())
+    try:
+        store.write(f"{folder}/{name}", stream())
+    finally:
+        found = sums.end()
+    entries = (
+        TensorEntry(content.name, content.dtype, content.shape, (chunk,), total)
+        for content, chunk, total in zip(ordered, chunks, found, strict=True)
+    )
     return Written(FileEntry(name, position, hasher.hexdigest()), tuple(entries))
-
-
-def _entry(content: Content, file: str, start: int, data: memoryview) -> TensorEntry:
-    chunk = Chunk(file, start, len(data), content.region.offsets, content.region.shape, digest_of(data))
-    part = region_sum(data, ITEM_BYTES[content.dtype], content.shape, content.region)
-    return TensorEntry(content.name, content.dtype, content.shape, (chunk,), part)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,10 +18,11 @@ from tests.unit.test_checkpoint_store import FaultyStore
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["waited for", "in the background"])
+def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint(how: str, tmp_path: Path) -> None:
     # A process of its own forks once for each operation: torch is imported once.
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __name__, str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-m", __name__, str(tmp_path), how],
         cwd=REPOSITORY, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -30,14 +32,14 @@ def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint(tmp_path: Path
     assert len(outcomes) > 12
 
 
-def main(root: Path) -> None:
+def main(root: Path, how: str) -> None:
     """Prints the step that is resumed after a kill at the first operation, the second, and so on."""
     at, finished = 0, False
     while not finished:
         at += 1
         run = root / str(at)
         training(run, 1).save(1)
-        finished = killed_save(run, at) == 0
+        finished = killed_save(run, at, how) == 0
         print(resumed(run), flush=True)
 
 
@@ -45,21 +47,21 @@ def training(run: Path, value: int, at: int = 0) -> Checkpointer:
     """A training whose every weight and moment is `value`, over a store that kills at operation `at`."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(value)
-            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, value)
+    for parameter in module.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter)
+    for tensor in [*module.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values())]:
+        tensor.detach().fill_(value)
     store = FaultyStore(LocalStore(run / "checkpoints"), at, lambda _: os.kill(os.getpid(), signal.SIGKILL))
     policy = CheckpointPolicy(every_steps=1, keep=1)
     return Checkpointer(run, module, optimizer, state={"value": value}, store=store, policy=policy, events=Events())
 
 
-def killed_save(run: Path, at: int) -> int:
+def killed_save(run: Path, at: int, how: str) -> int:
     """The exit status of a process that saves step 2 and is killed at operation `at`; 0 if it lived."""
     child = os.fork()
     if child == 0:
         try:
-            training(run, 2, at).save(2)
+            save(training(run, 2, at), how)
             os._exit(0)
         except BaseException as error:
             os.write(2, repr(error).encode())
@@ -68,6 +70,17 @@ def killed_save(run: Path, at: int) -> int:
     if status not in (0, -signal.SIGKILL):
         raise SystemExit(status)
     return status
+
+
+def save(checkpointer: Checkpointer, how: str) -> None:
+    """Step 2; in the background, training changes every value while it is written."""
+    if how == "waited for":
+        checkpointer.save(2)
+        return
+    checkpointer.begin(2)
+    for tensor in everything(checkpointer):
+        tensor.detach().fill_(5)
+    checkpointer.settle()
 
 
 def resumed(run: Path) -> int:
@@ -92,4 +105,4 @@ def everything(checkpointer: Checkpointer) -> list[torch.Tensor]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

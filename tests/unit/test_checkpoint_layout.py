@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from shardwise.checkpoint.layout import shares, spread
+from shardwise.checkpoint.layout import alike, disagreeing, shares, spread
 from shardwise.regions import Region, Split, doubled, inside, is_grid, missing, overlap, part, whole
 
 SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
@@ -107,8 +107,27 @@ def test_doubled_and_missing_are_what_counting_points_gives(
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 99), max_size=12), st.data())
 def test_each_key_has_one_writer_among_its_holders(sizes: dict[str, int], data: st.DataObject) -> None:
-    holders = {key: sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))) for key in sizes}
+    holders = {key: tuple(sorted(data.draw(st.sets(st.integers(0, 3), min_size=1)))) for key in sizes}
     held = [{key: size for key, size in sizes.items() if rank in holders[key]} for rank in range(4)]
-    written = [shares(held[rank], holders, rank) for rank in range(4)]
+    # A rank knows what it holds itself, and nothing else.
+    known = [{key: holders[key] for key in mine} for mine in held]
+    written = [shares(held[rank], known[rank], rank) for rank in range(4)]
     assert all(written[rank] <= held[rank].keys() for rank in range(4))
     assert sorted(key for mine in written for key in mine) == sorted(sizes)
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 9), min_size=1, max_size=6), st.data())
+def test_ranks_that_do_not_hold_what_others_count_on_are_named(names: dict[str, int], data: st.DataObject) -> None:
+    everyone = (0, 1, 2)
+    regions = {name: Region((offset,), (1,)) for name, offset in names.items()}
+    told = [alike(regions, dict.fromkeys(regions, everyone)) for _ in everyone]
+    assert disagreeing(told) is None
+    odd, name = data.draw(st.sampled_from(everyone)), data.draw(st.sampled_from(sorted(names)))
+    change = data.draw(st.sampled_from(["lost", "moved", "alone"]))
+    mine = {n: region for n, region in regions.items() if n != name or change != "lost"}
+    if change == "moved":
+        mine[name] = Region((names[name] + 1,), (1,))
+    holders = {n: (odd,) if n == name and change == "alone" else everyone for n in mine}
+    told[odd] = alike(mine, holders)
+    pair = disagreeing(told)
+    assert pair is not None and odd in pair

@@ -12,13 +12,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from shardwise import ranks
 from shardwise.checkpoint import Checkpointer, LocalStore
+from shardwise.checkpoint.saving import prepare
+from shardwise.checkpoint.snapshot import snapshot
 from shardwise.errors import CheckpointError
 from shardwise.events import Events
+from shardwise.inputs.recipe import CheckpointPolicy
 from tests.distributed.pool import Pool
 from tests.unit.test_checkpoint_store import FaultyStore, MemoryStore, disk_full
 
@@ -51,6 +57,30 @@ def test_each_logical_tensor_is_written_once_and_by_all_ranks(runs: Path, split:
     assert sum(size for name, size in held.items() if name.startswith("model/")) == 4 * weights + 4
     assert len(sizes) == WORLD
     assert max(sizes) < 2 * min(sizes)
+
+
+@pytest.mark.parametrize("name", ["sharded", "both", "replicated", "ddp", "tp"])
+def test_what_a_rank_writes_is_derived_and_is_what_torchs_planner_gives_out(pool: Pool, name: str) -> None:
+    """torch's planner gathers every rank's plan and deals the copies out; here nobody is asked."""
+    told = pool.run(WORLD, f"{__name__}:derived", name=name)
+    ours = [(what, tuple(at), tuple(size)) for rank in told for what, at, size, _ in rank["ours"]]
+    theirs = [(what, tuple(at), tuple(size)) for rank in told[0]["theirs"] for what, at, size, _ in rank]
+    assert sorted(ours) == sorted(theirs)
+    assert len(set(ours)) == len(ours)
+    loads = [sum(count for *_, count in rank["ours"]) for rank in told]
+    torchs = [sum(count for *_, count in rank) for rank in told[0]["theirs"]]
+    largest = max(count for rank in told for *_, count in rank["ours"])
+    assert max(loads) <= max(torchs) + largest
+
+
+def test_ranks_save_beside_training_and_one_that_fails_is_an_event_on_all(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(WORLD, f"{__name__}:beside", folder=str(tmp_path)) == [[4, 2, 1]] * WORLD
+
+
+def test_a_model_whose_parts_lie_on_different_ranks_says_who_holds_them(pool: Pool, tmp_path: Path) -> None:
+    said = pool.run(WORLD, f"{__name__}:stages", folder=str(tmp_path), told=False)
+    assert len(set(said)) == 1 and "do not hold the same" in said[0] and "holders=" in said[0]
+    assert pool.run(WORLD, f"{__name__}:stages", folder=str(tmp_path), told=True) == ["saved"] * WORLD
 
 
 @pytest.mark.parametrize("split", ["sharded", "both", "replicated", "ddp"])
@@ -152,6 +182,94 @@ def resume_to_the_bit(root: str, name: str) -> None:
     check(got == expected, f"{name}: losses {got}, not {expected}")
     for key, value in whole_weights(again).items():
         check(torch.equal(value, after[key]), f"{name}: {key} differs")
+
+
+def tensor_parallel(module: nn.Module) -> nn.Module:
+    """Shards along one axis of a mesh; along the other everything is a copy, of which no tensor tells."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "tp"))
+    return parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
+
+
+def derived(name: str) -> dict[str, Any]:
+    """Who holds a region as worked out, against what the ranks say; and what each writes, by us and by torch's planner.
+
+    Items are name, offsets, sizes and their number of values.
+    """
+    module = tensor_parallel(build()) if name == "tp" else SPLITS[name](build())
+    optimizer = optimizer_of(module)
+    if name != "tp":
+        train(module, optimizer)
+    kept = snapshot(Checkpointer("unused", module, optimizer)._subject)
+    layout = kept.layout()
+    said = ranks.gather_json({key: str(region) for key, region in layout.regions.items()})
+    for key, region in layout.regions.items():
+        held = tuple(rank for rank, regions in enumerate(said) if regions.get(key) == str(region))
+        right = layout.holders[key] == held or not region.numel  # of what is empty nobody writes anything
+        check(right, f"{key}: {layout.holders[key]} was worked out, {held} hold it")
+    mine = prepare(MemoryStore(), 1, lambda: kept).parts
+    ours = [part.content for part in mine if part.content.name in layout.regions]
+    return {
+        "ours": [[c.name, c.region.offsets, c.region.shape, c.region.numel] for c in ours],
+        "theirs": planned_by_torch({key: kept.shared[key] for key in layout.regions}),
+    }
+
+
+def planned_by_torch(state: dict[str, torch.Tensor]) -> list[list[Any]]:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=dist.get_rank() == 0)
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, planner.create_local_plan())
+    dealt, _ = planner.create_global_plan(plans)
+    chunks = [[(item.index.fqn, item.tensor_data.chunk) for item in plan.items] for plan in dealt]
+    return [
+        [[fqn, list(c.offsets), list(c.sizes), c.sizes.numel()] for fqn, c in items if c.sizes.numel()]
+        for items in chunks
+    ]
+
+
+def beside(folder: str) -> list[int]:
+    """Saves in the background, in a loop of one's own: the second is refused by rank 1's disk and the others go on.
+
+    Returns the newest step, how many were committed, and the failures in a row that were seen.
+    """
+    module = SPLITS["both"](build())
+    local, rank = LocalStore(Path(folder) / "checkpoints"), dist.get_rank()
+    store = FaultyStore(local, at=0, fault=disk_full)
+    policy = CheckpointPolicy(every_steps=1, keep=9)
+    checkpointer = Checkpointer(folder, module, store=store, policy=policy, events=Events())
+    seen = 0
+    for step in (1, 3, 4):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(step)
+        if rank == 1 and step == 3:
+            store.at = len(store.operations) + 2
+        check(checkpointer.step(step), "nothing was begun")
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(-1)
+        checkpointer.settle()
+        seen = max(seen, checkpointer.failures)
+    check(not list(Path(folder).glob("checkpoints/step-00000003*")), "something was left of the save that failed")
+    again = SPLITS["both"](build(seed=3))
+    step = Checkpointer(folder, again, events=Events()).resume()
+    for key, value in whole_weights(again).items():
+        check("running" in key or "num_" in key or bool((value == step).all()), f"{key} holds {value}")
+    return [step, len(checkpointer.committed()), seen]
+
+
+def stages(folder: str, told: bool) -> str:
+    """A pipeline of one's own: two ranks hold one layer, two the other. What saving said."""
+    rank = dist.get_rank()
+    here = (0, 1) if rank < 2 else (2, 3)
+    torch.manual_seed(here[0])
+    module = nn.ModuleDict({f"stage{here[0]}": nn.Linear(3, 4)})
+    try:
+        Checkpointer(folder, module, holders=here if told else None).save(1)
+    except CheckpointError as error:
+        check(not list(Path(folder).rglob("*.safetensors")), "something was written")
+        return str(error)
+    return "saved"
 
 
 class Asked:

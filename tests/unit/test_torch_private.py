@@ -215,6 +215,46 @@ def test_fully_shard_over_tensor_parallel_cuts_what_tensor_parallel_had_cut() ->
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("rank", range(8))
+def test_the_ranks_that_hold_what_this_one_does_are_those_that_differ_along_other_axes(rank: int) -> None:
+    """A mesh of 2 x 2 x 2 as a, b, c: rank = 4 a + 2 b + c; slices and joined axes of it too."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    a, b, c = rank // 4, rank // 2 % 2, rank % 2
+    everyone = [(x, y, z) for x in (0, 1) for y in (0, 1) for z in (0, 1)]
+    dist.init_process_group("fake", rank=rank, world_size=8, store=torch_private.fake_store())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        joined = mesh["a", "b"]._flatten("ab")
+        for part, sharded, same in (
+            (mesh, (), lambda x, y, z: True),
+            (mesh, (1,), lambda x, y, z: y == b),
+            (mesh, (0, 2), lambda x, y, z: (x, z) == (a, c)),
+            (mesh["c"], (0,), lambda x, y, z: z == c),
+            (mesh["b", "c"], (0,), lambda x, y, z: y == b),
+            (joined, (0,), lambda x, y, z: (x, y) == (a, b)),
+        ):
+            expected = tuple(4 * x + 2 * y + z for x, y, z in everyone if same(x, y, z))
+            assert torch_private.alike_ranks(part, sharded) == expected
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_connection_of_its_own_sees_what_the_groups_store_holds() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, is_master=True), rank=0, world_size=1)
+    try:
+        ours, theirs = torch_private.store_connection(), torch_private.store_connection()
+        ours.set("shardwise/a", b"\x00report")
+        assert theirs.get("shardwise/a") == b"\x00report"
+        assert theirs.check(["shardwise/a"]) and not theirs.check(["shardwise/b"])
+        assert theirs.delete_key("shardwise/a") and not ours.check(["shardwise/a"])
+    finally:
+        dist.destroy_process_group()
+
+
 def test_parts_are_gathered_and_scattered_without_a_warning() -> None:
     import torch.distributed as dist
 
