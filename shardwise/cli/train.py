@@ -146,6 +146,8 @@ class _Attempts:
         cluster = local.probe_cluster()
         here = cluster.devices if cluster.kind == "gpu" else None
         world = world_of(self.span, here, len(leave_out))
+        if world is None and here is None:  # A core is not at fault: it is left out where that is allowed, and no more.
+            leave_out, world = frozenset(), world_of(self.span, here, 0)
         if world is None:
             raise Again(too_few(self.span, (self.span.most if here is None else here) - len(leave_out)))
         if world != self.made.decision.mesh.world:
