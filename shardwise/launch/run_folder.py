@@ -23,7 +23,8 @@ import msgspec
 from shardwise.environment import hostname
 from shardwise.errors import RunFolderError
 from shardwise.events.values import Failed, from_line
-from shardwise.inputs.recipe import Change, Recipe, changed
+from shardwise.inputs.recipe import Recipe
+from shardwise.inputs.recipe_changes import Change, changed
 from shardwise.plan.plan import Plan
 
 Count = Annotated[int, msgspec.Meta(ge=0)]

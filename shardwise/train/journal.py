@@ -12,7 +12,7 @@ from shardwise.events.live import LiveLine
 from shardwise.events.reader import read
 from shardwise.events.sinks import Events, EventSink
 from shardwise.events.writer import EventWriter
-from shardwise.inputs.recipe import Change
+from shardwise.inputs.recipe_changes import Change
 from shardwise.launch.run_folder import RunState, events_path
 from shardwise.plan.mesh import AXES
 from shardwise.plan.plan import Plan

@@ -12,7 +12,8 @@ from shardwise.environment import hostname, tell_run_path
 from shardwise.errors import RunFolderError
 from shardwise.events.reader import read
 from shardwise.events.values import AnyEvent
-from shardwise.inputs.recipe import Change, Recipe
+from shardwise.inputs.recipe import Recipe
+from shardwise.inputs.recipe_changes import Change
 from shardwise.launch import run_folder
 from shardwise.launch.run_folder import RunState
 

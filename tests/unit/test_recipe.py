@@ -8,16 +8,15 @@ import pytest
 
 from shardwise.errors import RecipeError
 from shardwise.inputs.recipe import (
-    ALLOWED_CHANGES,
     PlanRequest,
     PresetByDevice,
     Recipe,
-    changed,
     from_keys,
     known_keys,
     load,
     with_overrides,
 )
+from shardwise.inputs.recipe_changes import ALLOWED_CHANGES, changed
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"

@@ -8,7 +8,8 @@ from shardwise.errors import RecipeError
 from shardwise.inputs.arch import PRESETS, Arch, preset
 from shardwise.inputs.arch.names import named_sizes, trained_share
 from shardwise.inputs.hardware import parse_cluster
-from shardwise.inputs.recipe import LoraSpec, Recipe, TrainableSpec, changed, from_keys, with_overrides
+from shardwise.inputs.recipe import LoraSpec, Recipe, TrainableSpec, from_keys, with_overrides
+from shardwise.inputs.recipe_changes import changed
 from shardwise.models.decoder import Decoder
 from shardwise.plan import subject
 
