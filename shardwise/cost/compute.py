@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from shardwise.cost.calibration import TimeConstants, time_constants
 from shardwise.cost.probed import ProductLaw
-from shardwise.cost.workload import Compute
 from shardwise.errors import RecipeError
-from shardwise.inputs.hardware import Gpu, Matmul, Measured
+from shardwise.inputs.hardware import Gpu, Matmul, Measured, Precision
 
 Floats = NDArray[np.float64]
 
@@ -62,10 +61,10 @@ class Rates:
     host: Floats
 
     @classmethod
-    def of(cls, gpu: Gpu, precision: Compute, measured: Measured | None = None) -> Self:
+    def of(cls, gpu: Gpu, precision: Precision, measured: Measured | None = None) -> Self:
         """Of one device, as published or probed. Raises: RecipeError where a peak or the bandwidth is not known."""
         low = precision == "fp8" and gpu.kind == "gpu"
-        half_precision: Compute = "bf16" if low else precision
+        half_precision: Precision = "bf16" if low else precision
         half = _peak(gpu, half_precision)
         bandwidth = gpu.hbm_bytes_per_second or (_CPU_CORE_BANDWIDTH if gpu.kind == "cpu" else None)
         if bandwidth is None:
@@ -170,7 +169,7 @@ _EASY_FLOPS_PER_JOULE = 0.78e12
 _CPU_CORE_BANDWIDTH = 8e9
 
 
-def _peak(gpu: Gpu, precision: Compute) -> float:
+def _peak(gpu: Gpu, precision: Precision) -> float:
     if precision == "fp8":
         peak = gpu.dense_fp8_flops_per_second
     else:
@@ -191,7 +190,7 @@ def _unknown(gpu: Gpu, what: str) -> RecipeError:
 
 
 def matmul_seconds(
-    gpu: Gpu, m: Floats, n: Floats, k: Floats, precision: Compute, constants: TimeConstants | None = None
+    gpu: Gpu, m: Floats, n: Floats, k: Floats, precision: Precision, constants: TimeConstants | None = None
 ) -> Floats:
     """Seconds of C[m, n] = A[m, k] B[k, n] on one device."""
     known = constants or time_constants()

@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from shardwise.cost.reported import Reported, Unusable
-from shardwise.cost.workload import Compute, Stack, Trainable
+from shardwise.cost.workload import Stack, Trainable
+from shardwise.inputs.hardware import Precision
 
 MemoryKind = Literal["allocated", "reserved", "device"]
 MeasuredRank = Literal["fullest", "first", "last"]
@@ -115,7 +116,7 @@ def _stage(said: str) -> int | None:
     return next((stage for pattern, stage in rules if re.search(pattern, said)), None)
 
 
-def precision_of(reported: Reported, unknown: set[str]) -> Compute:
+def precision_of(reported: Reported, unknown: set[str]) -> Precision:
     """Of the matrix products. A blank is bf16.
 
     Raises: Unusable for four-bit products, which the model does not have, and for unknown names.
@@ -126,7 +127,7 @@ def precision_of(reported: Reported, unknown: set[str]) -> Compute:
         return "bf16"
     if "fp4" in said:
         raise Unusable(f"precision = {said!r}: four-bit products are not modelled")
-    rules: tuple[tuple[str, Compute], ...] = (
+    rules: tuple[tuple[str, Precision], ...] = (
         (r"fp8|float8|e4m3", "fp8"), (r"bf16|bfloat16", "bf16"), (r"fp16|float16|half", "fp16"),
         (r"fp32|float32|tf32|single|^32-true", "fp32"),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from shardwise.cost.probed import speeds
 from shardwise.cost.run_numbers import Run
 from shardwise.cost.shape import Shape
 from shardwise.cost.workload import Workload
-from shardwise.inputs.hardware import Cluster, Precision
+from shardwise.inputs.hardware import Cluster
 
 # Parts that links and networks set.
 COMMUNICATION = ("tensor_parallel", "context_parallel", "expert", "data_parallel", "pipeline_transfers")
@@ -121,8 +121,7 @@ def _needed_flops_per_token(workload: Workload, run: Run) -> float:
 def _dense_peak(workload: Workload, cluster: Cluster) -> float:
     if workload.precision == "fp8":
         return cluster.device.dense_fp8_flops_per_second or np.nan
-    precision: Precision = workload.precision
-    return cluster.device.peak_flops_per_second(precision) or np.nan
+    return cluster.device.peak_flops_per_second(workload.precision) or np.nan
 
 
 def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:

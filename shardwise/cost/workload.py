@@ -5,8 +5,7 @@ from typing import Literal
 import msgspec
 
 from shardwise.inputs.arch import Arch
-
-Compute = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+from shardwise.inputs.hardware import Precision
 
 
 class Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +67,7 @@ class Workload(Frozen, frozen=True):
     arch: Arch
     sequence_length: int
     global_batch: int
-    precision: Compute
+    precision: Precision
     stack: Stack = SHARDWISE_MIXED
     trainable: Trainable = Trainable()
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shardwise.inputs.arch import Arch
-from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.hardware import Cluster, Precision
 from shardwise.inputs.recipe import PipelineSchedule, Recipe
 from shardwise.plan.estimate import Estimate
 from shardwise.plan.mesh import MeshShape
@@ -25,7 +25,7 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     global_batch: Positive
     micro_batch: Positive
     accumulation: Positive
-    precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8"]
+    precision: Precision
     schedule: Literal["none"] | PipelineSchedule = "none"
     stages_per_rank: Positive = 1
     recompute: Literal["none", "selective", "full"] = "none"

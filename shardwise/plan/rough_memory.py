@@ -6,13 +6,12 @@ from typing import Literal
 import msgspec
 
 from shardwise.inputs.arch import Arch
-from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.hardware import Cluster, Precision
 from shardwise.inputs.recipe import OptimizerSpec
 from shardwise.plan import schedules
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Decision, Plan
 
-Precision = Literal["fp32", "bf16", "fp16", "fp64", "fp8"]
 Zero = Literal[0, 1, 2, 3]
 
 # The driver, the context and the allocator's fragments take their part of a device.

@@ -13,7 +13,7 @@ import msgspec
 
 from shardwise.errors import RecipeError
 from shardwise.inputs.arch import Arch
-from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.hardware import Cluster, Precision
 from shardwise.inputs.recipe import PipelineSchedule, PlanRequest, Recipe, device_span
 from shardwise.plan import combinations
 from shardwise.plan.mesh import MeshShape
@@ -22,7 +22,6 @@ from shardwise.plan.rough_memory import (
     PROCESS_BYTES,
     USABLE_SHARE,
     Bytes,
-    Precision,
     Zero,
     activations_of_one,
     bytes_per_parameter,

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shardwise.inputs.hardware.values import Frozen
+from shardwise.inputs.hardware.values import Frozen, Precision
 
 Count = Annotated[int, msgspec.Meta(gt=0)]
 Rate = Annotated[float, msgspec.Meta(gt=0.0)]
@@ -18,7 +18,7 @@ class Matmul(Frozen, frozen=True):
     m: Count
     n: Count
     k: Count
-    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+    precision: Precision
     flops_per_second: Rate
 
 
@@ -42,7 +42,7 @@ class Attention(Frozen, frozen=True):
 
     sequence: Count
     head_dim: Count
-    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+    precision: Precision
     forward_flops_per_second: Rate
     backward_flops_per_second: Rate
 
