@@ -23,7 +23,7 @@ quickstart: $(STAMP)
 	$(BIN)/shardwise train recipes/quickstart.toml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not nightly and not gpu"
+	$(BIN)/python -m tests.side_by_side -m "not nightly and not gpu"
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -38,7 +38,7 @@ bench: $(PEERS)
 	$(BIN)/python -m benchmarks.engine
 
 nightly: $(PEERS)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m tests.side_by_side -m "not gpu"
 	$(BIN)/python -m benchmarks.engine
 
 gpu: $(STAMP)

@@ -1,8 +1,9 @@
 """One pool of persistent ranks for all tests: processes start once, process groups are made anew for each call.
 
 `pool.run(world, "tests.distributed.work:function", key=value)` calls the function on ranks 0..world-1, each in its own
-process with gloo, and returns their JSON results in rank order. A rank that raises ends the call for all: the pool is
-thrown away (its peers may wait in a collective) and the first traceback is raised here.
+process with gloo, and returns their JSON results in rank order. A rank that raises ends the call for all: it leaves the
+group, which ends what its peers wait for in a collective, and the first traceback is raised here. Where one of them
+gives no answer all the same, the pool is thrown away.
 """
 
 import json
@@ -18,6 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 MOST_RANKS = 4
 LIMIT_SECONDS = 120
+# For the other ranks to answer once one has raised: a start of new processes costs about as much.
+GRACE_SECONDS = 10
 
 
 class RankRaised(AssertionError):
@@ -70,23 +73,29 @@ class Pool:
 
     def _collect(self, world: int) -> list[Any]:
         results: dict[int, Any] = {}
+        raised: RankRaised | None = None
         deadline = time.monotonic() + LIMIT_SECONDS
         with selectors.DefaultSelector() as selector:
             for index, rank in enumerate(self.ranks[:world]):
                 selector.register(rank.results, selectors.EVENT_READ, index)
             while len(results) < world:
-                ready = selector.select(deadline - time.monotonic())
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     self.close()
-                    raise TimeoutError(f"ranks {sorted(set(range(world)) - set(results))} gave no answer")
+                    raise raised or TimeoutError(f"ranks {sorted(set(range(world)) - set(results))} gave no answer")
                 for key, _ in ready:
                     line = self.ranks[key.data].results.readline()
                     answer = json.loads(line) if line else {"error": ["Died", "the process ended"]}
-                    if "error" in answer:
+                    if "error" in answer and raised is None:
+                        raised = RankRaised(key.data, *answer["error"])
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    if not line:
                         self.close()
-                        raise RankRaised(key.data, *answer["error"])
-                    results[key.data] = answer["value"]
+                        raise raised
+                    results[key.data] = answer.get("value")
                     selector.unregister(key.fileobj)
+        if raised is not None:
+            raise raised
         return [results[index] for index in range(world)]
 
     def close(self) -> None:
@@ -98,6 +107,7 @@ class Pool:
 def serve(rank: int, call_fd: int, result_fd: int) -> None:
     """The other end: one call a line until the pipe closes."""
     import datetime
+    import gc
     import importlib
     import traceback
 
@@ -122,7 +132,9 @@ def serve(rank: int, call_fd: int, result_fd: int) -> None:
                 answer: dict[str, Any] = {"value": value}
             except BaseException as error:
                 answer = {"error": [type(error).__name__, traceback.format_exc()]}
-            if dist.is_initialized() and "value" in answer:
+            if "error" in answer:
+                gc.collect()  # what the call left behind holds groups, and with them connections to the peers
+            if dist.is_initialized():
                 dist.destroy_process_group()
                 forget_layouts()  # DTensor remembers meshes of a shape, and with them groups that are gone
             results.write(json.dumps(answer) + "\n")

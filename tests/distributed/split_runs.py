@@ -39,13 +39,13 @@ def bits(module: nn.Module) -> dict[str, str]:
 
 
 def run(folder: str, plan: dict[str, Any], breaks: list[int], **settings: Any) -> dict[str, Any]:
-    """Six steps, left after each of `breaks` and gone on with by a new Trainer; what every rank saw."""
+    """Five steps, left after each of `breaks` and gone on with by a new Trainer; what every rank saw."""
     losses: dict[str, float] = {}
     norms: dict[str, float] = {}
     trainer = None
     for end in [*breaks, None]:
         trainer = trainer_of(folder, plan, **settings)
-        for step in trainer.run(steps=6):
+        for step in trainer.run(steps=5):
             losses[str(step.number)], norms[str(step.number)] = step.loss, step.grad_norm
             if step.number == end:
                 break

@@ -1,7 +1,7 @@
 """The table of plan/combinations.py, cell by cell: each that runs gives one process's numbers.
 
-A cell gets the smallest mesh that has it. Few of them run each time, so that every part meets every other one; all of
-them in `make nightly`, those with compiled blocks too.
+A cell gets the smallest mesh that has it. Few of them run each time: together with the splits of test_matrix every part
+meets every other one; all of them in `make nightly`, those with compiled blocks too.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from shardwise.plan.mesh import MeshShape
 from shardwise.plan.rough_memory import parameters_of_a_rank
 from tests.distributed import work
 from tests.distributed.pool import Pool
-from tests.distributed.test_matrix import SHAPE, TIED, reference, trained
+from tests.distributed.test_matrix import MATRIX, SHAPE, TIED, reference, trained
 from tests.distributed.test_parity import EPS32, worst
 
 CI_RANKS = 4
@@ -65,25 +65,34 @@ def test_a_cell_that_runs_is_refused_by_no_other_rule(cell: Cell) -> None:
     assert starts(cell)
 
 
-def covering(cells: list[Cell]) -> set[Cell]:
-    """A few cells with every pair of parts that any of them has, taken greedily; small worlds first."""
+def pairs(cell: Cell) -> set[tuple[int, str, int, str]]:
+    """The parts of a cell, two by two."""
+    return {(i, cell[i], j, cell[j]) for i, j in itertools.combinations(range(len(cell)), 2)}
 
-    def pairs(cell: Cell) -> set[tuple[int, str, int, str]]:
-        return {(i, cell[i], j, cell[j]) for i, j in itertools.combinations(range(len(cell)), 2)}
 
-    missing = set().union(*map(pairs, cells))
-    chosen: set[Cell] = set()
+def covering(cells: list[Cell], elsewhere: set[Cell]) -> set[Cell]:
+    """A few cells with every pair of parts that any has and none of `elsewhere`, taken greedily; small worlds first."""
+    missing = set().union(*map(pairs, cells)) - set().union(*map(pairs, elsewhere))
+    wanted, chosen = set(missing), set[Cell]()
     while missing:
         best = max(sorted(cells, key=world), key=lambda cell: len(pairs(cell) & missing) / world(cell))
         chosen.add(best)
         missing -= pairs(best)
     for cell in sorted(chosen, key=world):  # those that later ones made superfluous
-        if pairs(cell) <= set().union(*map(pairs, chosen - {cell})):
+        if pairs(cell) & wanted <= set().union(*map(pairs, chosen - {cell})):
             chosen.remove(cell)
     return chosen
 
 
-CI = covering([cell for cell in EAGER if world(cell) <= CI_RANKS])
+def cell_of_a_split(split: dict[str, Any]) -> Cell:
+    """The cell that a case of test_matrix runs in fp64 in CI too."""
+    asked = {key: value for key, value in split.items() if key != "shape"}
+    made = work.plan(int(np.prod(list(split["mesh"].values()))), global_batch=12, **asked)
+    return combinations.cell_of(made.decision)
+
+
+SPLITS = {cell_of_a_split(case.values[0]) for case in MATRIX if not case.marks}
+CI = covering([cell for cell in EAGER if world(cell) <= CI_RANKS], SPLITS)
 # On eight ranks two: what no four can have.
 CI |= {Cell("1f1b", "hybrid3", "none", "off", "no"), Cell("interleaved-1f1b", "zero3", "full", "off", "yes")}
 

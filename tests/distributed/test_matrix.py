@@ -13,7 +13,9 @@ import pytest
 
 from tests.distributed import work
 from tests.distributed.pool import Pool
-from tests.distributed.test_parity import EPS32, STEPS, worst
+from tests.distributed.test_parity import EPS32, worst
+
+STEPS = 2  # 12 + 6 samples: a short last batch is part of it; test_parity goes on into another epoch
 
 # Five blocks make stages uneven; six heads split by two and three; 61 tokens split by nothing.
 SHAPE = {"num_layers": 5, "hidden_size": 48, "num_heads": 6, "num_kv_heads": 6, "tied_embeddings": False}
@@ -116,7 +118,18 @@ def test_every_split_gives_the_hand_written_loop_in_fp64(pool: Pool, tmp_path: P
     assert worst(tensors, expected["tensors"], "param/") < 1e-10
 
 
-ROUNDING = [one for one in MATRIX if len(one.values[0]["mesh"]) > 1]
+def at_night_but_one_of_each(cases: list[Any]) -> list[Any]:
+    """The first case of every set of axes as it is, the others marked nightly: rounding follows from the axes alone."""
+    seen: set[frozenset[str]] = set()
+    marked = []
+    for one in cases:
+        axes = frozenset(one.values[0]["mesh"])
+        marked.append(pytest.param(*one.values, id=one.id, marks=pytest.mark.nightly) if axes in seen else one)
+        seen.add(axes)
+    return marked
+
+
+ROUNDING = at_night_but_one_of_each([one for one in MATRIX if len(one.values[0]["mesh"]) > 1])
 
 
 @pytest.mark.parametrize("case", ROUNDING)
@@ -134,10 +147,14 @@ def test_every_pair_of_axes_stays_within_the_rounding_bound_in_fp32(
     assert worst(tensors, expected["tensors"], "param/") < 1e-5
 
 
-TWICE = [one for one in MATRIX if one.id in (
-    "dp_shard3-zero2-tied-accumulation=2", "tp3-zero0-tied", "tp2-dp_shard2-zero3-tied-accumulation=2",
-    "pp2-dp_shard2-tp2-zero1-tied-schedule=1f1b-accumulation=3",
-)]  # fmt: skip
+# In CI one split whose sums cross two axes; test_zero and test_pipeline look at one axis each.
+TWICE = [
+    pytest.param(*one.values, id=one.id, marks=() if one.id.startswith("tp2-dp_shard2-zero3") else pytest.mark.nightly)
+    for one in MATRIX if one.id in (
+        "dp_shard3-zero2-tied-accumulation=2", "tp3-zero0-tied", "tp2-dp_shard2-zero3-tied-accumulation=2",
+        "pp2-dp_shard2-tp2-zero1-tied-schedule=1f1b-accumulation=3",
+    )
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", TWICE)

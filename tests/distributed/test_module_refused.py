@@ -145,10 +145,15 @@ def test_a_rank_refuses_it_before_it_waits_for_the_others(folder: Path) -> None:
     assert "fix: describe the model as sw.Split" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_script_is_refused_under_the_launcher_with_the_same_code_and_runs_with_the_fix(folder: Path) -> None:
+def test_a_script_is_refused_under_the_launcher_with_the_same_code(folder: Path) -> None:
     refused = run([SHARDWISE, "run", "--devices", "2", "train.py", "between"], folder)
     assert refused.returncode == 2, refused.stderr
     assert "cannot be cut into stages" in refused.stderr and not (folder / "run").exists()
+
+
+@pytest.mark.nightly
+def test_a_script_runs_under_the_launcher_with_the_fix(folder: Path) -> None:
+    """By day a recipe does, above."""
     mended = run([SHARDWISE, "run", "--devices", "2", "train.py", "as_split"], folder)
     assert mended.returncode == 0, mended.stderr
     assert "trained 2" in mended.stdout

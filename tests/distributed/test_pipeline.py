@@ -30,8 +30,21 @@ def worst(found: list[dict[str, Any]]) -> float:
     return max(value for result in found for value in result["differences"].values())
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("schedule", "world", "stages", "micros"), SCHEDULES)
+def untied_and_tied() -> list[Any]:
+    """Every case both ways; by day the first of each schedule is tied too."""
+    seen, cases = set[str](), []
+    for case in SCHEDULES:
+        schedule, *more = getattr(case, "values", case)
+        by_night = getattr(case, "marks", ())
+        label = "-".join(map(str, (schedule, *more)))
+        cases.append(pytest.param(schedule, *more, False, id=f"{label}-untied", marks=by_night))
+        marks = pytest.mark.nightly if schedule in seen else by_night
+        cases.append(pytest.param(schedule, *more, True, id=f"{label}-tied", marks=marks))
+        seen.add(schedule)
+    return cases
+
+
+@pytest.mark.parametrize(("schedule", "world", "stages", "micros", "tied"), untied_and_tied())
 def test_every_schedule_gives_one_process_s_gradients(
     pool: Pool, schedule: str, world: int, stages: int, micros: int, tied: bool
 ) -> None:

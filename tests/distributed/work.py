@@ -73,7 +73,8 @@ def loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:
 def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(module.parameters(), lr=0.1)
-    return torch.optim.AdamW(module.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    # The fused kernel: one call a step, where the loop over parameters took a quarter of a test's time.
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:
@@ -83,7 +84,7 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 
 
 def train(
-    out: str, *, world: int, zero: int, steps: int, global_batch: int = 12, samples: int = 30, accumulation: int = 1,
+    out: str, *, world: int, zero: int, steps: int, global_batch: int = 12, samples: int = 18, accumulation: int = 1,
     precision: str = "fp64", optimizer: str = "adamw", clip: float = 0.5, shape: dict[str, Any] | None = None,
     fault: str = "", **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
@@ -139,7 +140,7 @@ def plant(fault: str, module: nn.Module) -> None:
 
 
 def reference(
-    *, steps: int, global_batch: int = 12, samples: int = 30, optimizer: str = "adamw", clip: float = 0.5,
+    *, steps: int, global_batch: int = 12, samples: int = 18, optimizer: str = "adamw", clip: float = 0.5,
     precision: str = "fp64", shape: dict[str, Any] | None = None, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """The same training, written by hand with torch alone: one process, one batch, no part of the engine."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -131,6 +132,17 @@ CASES = {
 }  # fmt: skip
 
 
+# Each part of these stands in another case, and all of them run at night.
+BY_NIGHT = (
+    "tensor, zero 1", "pipeline, tensor", "tensor, zero 3, whole sequence, whole logits", "tensor, replicated",
+    "zero 3, many micro-batches",
+)  # fmt: skip
+
+
+def named(cases: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ()) for name in cases]
+
+
 @functools.cache
 def dry(name: str) -> DryRun:
     return dry_run(CASES[name], case(CASES[name], name))
@@ -165,7 +177,7 @@ class RealTensors(FakeWorld):
         self._push(self.watch)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named(CASES))
 def test_bytes_are_exactly_those_of_tensors_that_hold_data(name: str) -> None:
     plan = CASES[name]
     found = dry(name)
@@ -177,7 +189,7 @@ def test_bytes_are_exactly_those_of_tensors_that_hold_data(name: str) -> None:
         assert msgspec.structs.replace(real, seconds=run.seconds) == run
 
 
-@pytest.mark.parametrize("name", [name for name, plan in CASES.items() if plan.decision.mesh.world <= 4])
+@pytest.mark.parametrize("name", named(name for name, plan in CASES.items() if plan.decision.mesh.world <= 4))
 def test_collectives_and_what_stays_are_exactly_those_of_real_ranks(pool: Pool, name: str) -> None:
     """A phase's fullest moment is compared above: gloo's threads let go of what crossed when they come to it."""
     plan, found = CASES[name], dry(name)
