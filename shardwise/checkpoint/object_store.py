@@ -85,7 +85,6 @@ class ObjectStore:
             self._write_stream(key, path, chain([first, second], parts))
 
     def create(self, key: str, value: Piece) -> None:
-        """An equal value that is there already is taken for this call's: the answer to it may have been lost."""
         path, data = self._path(key), bytes(value)
 
         def put() -> None:

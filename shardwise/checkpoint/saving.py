@@ -185,7 +185,7 @@ class Task:
         manifest = assemble(self.header, shares)
         check_whole(manifest)
         check_copies(manifest, [share.copies for share in shares])
-        self.store.write(f"{self.folder}/{MANIFEST}", [seal(manifest)])
+        self.store.create(f"{self.folder}/{MANIFEST}", seal(manifest))
 
     def _attempt(self, act: Callable[[], Share | None], given_up: threading.Event) -> Report:
         """Once, and again where what failed may pass; the waiting is this thread's, and training's goes on."""

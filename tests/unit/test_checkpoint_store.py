@@ -28,9 +28,8 @@ class MemoryStore:
         self.values[key] = b"".join(bytes(piece) for piece in pieces)
 
     def create(self, key: str, value: Piece) -> None:
-        if key in self.values:
+        if self.values.setdefault(key, bytes(value)) != value:
             raise FileExistsError(key)
-        self.values[key] = bytes(value)
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         if key not in self.values:
@@ -118,6 +117,8 @@ def test_a_key_is_created_once_and_keeps_its_first_value(store: Store) -> None:
     with pytest.raises(FileExistsError):
         store.create("a/k", b"second")
     assert store.read("a/k") == b"first"
+    # Whoever tries again after an answer that was lost has created it.
+    store.create("a/k", b"first")
     store.delete("a/k")
     store.create("a/k", memoryview(b"third"))
     assert store.read("a/k") == b"third"
@@ -235,6 +236,15 @@ def test_a_full_disk_is_told_with_its_fix_and_what_was_there_stays_whole(small_d
     # The fix, applied.
     store.delete("s-1/k")
     store.write("s-2/k", [bytes(64 * 1024)] * 3)
+
+
+def test_the_room_that_is_left_is_what_can_still_be_written(small_disk: Path) -> None:
+    store = LocalStore(small_disk / "not" / "yet")
+    free = store.free_bytes()
+    assert free is not None
+    assert 0 < free <= 256 * 1024
+    store.write("k", [bytes(100_000)])
+    assert store.free_bytes() == free - 25 * 4096
 
 
 def test_a_disk_mounted_read_only_is_told(small_disk: Path) -> None:
