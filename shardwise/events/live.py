@@ -24,6 +24,7 @@ from shardwise.events.values import (
     Saved,
     SettingsChanged,
     Step,
+    StopNotice,
     Stopped,
 )
 from shardwise.units import format_bytes, format_count, format_seconds
@@ -71,6 +72,8 @@ def sentence(event: Event) -> str | None:
     if isinstance(event, RolledBack):
         over = f"; {event.passed_over} samples are passed over" if event.passed_over else ""
         return f"step {event.from_step}: back to step {event.step}, {event.path} ({event.why}){over}"
+    if isinstance(event, StopNotice):
+        return _notice(event)
     if isinstance(event, FlushLate):
         return _late(event)
     if isinstance(event, Goodput):
@@ -95,6 +98,15 @@ def went_into(event: Goodput) -> str:
     shares = ", ".join(f"{name} {share:.1%}" for name, share in event.shares().items())
     attempts = f" in {event.attempts} attempts, {event.lost_steps} steps lost" if event.attempts > 1 else ""
     return f"{shares} of {format_seconds(event.total)}{attempts}"
+
+
+def _notice(event: StopNotice) -> str:
+    notice = f"a stop has {format_seconds(event.notice_seconds)} ({event.source})"
+    if event.step_seconds is None or event.save_seconds is None:
+        return f"{notice}; how long one takes is known after the first save"
+    step, save = format_seconds(event.step_seconds), format_seconds(event.save_seconds)
+    line = f"{notice} and takes about {step} for a step and {save} for its save ({event.known})"
+    return line if event.fits else f"{line}: each preemption will lose what was trained since the last save"
 
 
 def _late(event: FlushLate) -> str:

@@ -135,6 +135,20 @@ class RolledBack(Event, frozen=True, tag="rolled_back"):
     passed_over: int = 0
 
 
+class StopNotice(Event, frozen=True, tag="stop_notice"):
+    """Before training: how long a stop may take, who says so, and how long one will; None where that is not known yet.
+
+    step_seconds: a step that is under way; save_seconds: its save until it is committed. `known`: from what.
+    """
+
+    notice_seconds: float
+    source: str
+    step_seconds: float | None
+    save_seconds: float | None
+    known: str
+    fits: bool | None
+
+
 class FlushLate(Event, frozen=True, tag="flush_late"):
     """A stop's notice is over and its save is not: `step` is trained, `saved_step` the newest that is committed."""
 
@@ -264,6 +278,7 @@ AnyEvent = (
     | NonFiniteLoss
     | LossSpike
     | RolledBack
+    | StopNotice
     | FlushLate
     | Goodput
     | Fallback

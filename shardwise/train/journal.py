@@ -18,6 +18,7 @@ from shardwise.plan.mesh import AXES
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import predict, why_none
 from shardwise.profiling.utilization import model_flops_utilization
+from shardwise.resilience.budget import Budget, Flush, fits
 from shardwise.train.evaluate import Evaluation
 from shardwise.train.spikes import Spike
 
@@ -126,6 +127,21 @@ class Journal:
 
     def non_finite(self, number: int, loss: float, norm: float, in_a_row: int) -> None:
         self.events.emit(happened.NonFiniteLoss(step=number, loss=loss, grad_norm=norm, in_a_row=in_a_row))
+
+    @property
+    def predicted_step(self) -> float | None:
+        """Seconds; None where nothing is predicted."""
+        return None if self.predicted is None else self.predicted.step_seconds
+
+    def notice(self, budget: Budget, flush: Flush | None, known: str) -> None:
+        """What a stop has and takes, before anything is trained."""
+        step, save = (None, None) if flush is None else flush
+        self.events.emit(
+            happened.StopNotice(
+                notice_seconds=budget.seconds, source=budget.source, step_seconds=step, save_seconds=save, known=known,
+                fits=None if flush is None else fits(flush, budget),
+            )
+        )  # fmt: skip
 
     def spike(self, spike: Spike) -> None:
         self.events.emit(happened.LossSpike(step=spike.step, loss=spike.loss, usual=spike.usual, times=spike.times))

@@ -6,18 +6,39 @@ compilation, say): the process ends. Else the loop goes on to its save, and a la
 
 import os
 import signal
+import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from shardwise import ranks
 from shardwise.errors import EXIT_REQUEUE
-from shardwise.events.values import Event, FlushLate, Stopped
-from shardwise.resilience.budget import Budget
+from shardwise.events.values import AnyEvent, Event, FlushLate, Saved, Step, Stopped
+from shardwise.plan.plan import Plan
+from shardwise.resilience.budget import Budget, Flush
 from shardwise.resilience.signals import StopSignals
 from shardwise.train.failure import Where
+
+# Weights and AdamW's two moments in fp32, each once: what a checkpoint of a decoder holds for a parameter.
+STATE_BYTES = 12
+
+
+def expected(
+    plan: Plan, predicted_step: float | None, earlier: Sequence[Sequence[AnyEvent]]
+) -> tuple[Flush | None, str]:
+    """How long a stop will take, and from what that is known: earlier attempts, or the plan on a measured machine."""
+    events = [event for attempt in earlier for event in attempt]
+    steps = [event.step_seconds for event in events if isinstance(event, Step)]
+    saves = [event.seconds for event in events if isinstance(event, Saved)]
+    if steps and saves:
+        return Flush(statistics.median(steps), statistics.median(saves)), "as in earlier attempts"
+    measured = plan.cluster.measured
+    rate = measured.disk_write_bytes_per_second if measured is not None else None
+    if predicted_step is None or plan.arch is None or rate is None:
+        return None, ""
+    return Flush(predicted_step, plan.arch.parameters() * STATE_BYTES / rate), "predicted"
 
 
 class Asked(NamedTuple):

@@ -67,7 +67,7 @@ from shardwise.train.step import (
     scale_gradients,
     squares,
 )
-from shardwise.train.stopping import Asked, Asking, Stopping
+from shardwise.train.stopping import Asked, Asking, Stopping, expected
 from shardwise.train.stopping import flags as signal_flags
 from shardwise.units import format_seconds
 
@@ -429,7 +429,9 @@ class Trainer:
         self.loader = self._loader()
         self.position = Position(self.loader)
         self.scaler.start(self.plan.decision.global_batch * (per_sample or 1))
-        self.interval = self._interval(recipe, opened)
+        earlier = opening.told_before(opened) if ranks.is_main() else []
+        nodes = self.plan.cluster.nodes
+        self.interval = Interval(recipe.checkpoint.every_steps, nodes=nodes, record=record_of(earlier))
         self.ledger, self.health = Ledger(opened.attempt), Health(recipe.train.on_spike, self.journal)
         own = {"trainer.scaler": self.scaler, "trainer.ledger": self.ledger, "trainer.health": self.health}
         self.checkpointer = Checkpointer(
@@ -462,6 +464,7 @@ class Trainer:
         self.journal.started(ranks.gather_json(ranks.process_id()), str(self.device), self.number, opened.changes)
         if ranks.is_main():
             run_folder.write_plan(opened.folder, self.plan)
+            self.journal.notice(self.stopping.budget, *expected(self.plan, self.journal.predicted_step, earlier))
         self.opened = True
         for reason in self.parallel.tensor.why if self.parallel.tensor is not None else ():
             self.journal.fallback("tensor parallel does not split all of the model", reason)
@@ -469,10 +472,6 @@ class Trainer:
             self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
         if self.not_tried:
             self.journal.fallback("the module was not run in its parts before training", self.not_tried)
-
-    def _interval(self, recipe: Recipe, opened: RunState) -> Interval:
-        earlier = opening.told_before(opened) if ranks.is_main() else []
-        return Interval(recipe.checkpoint.every_steps, nodes=self.plan.cluster.nodes, record=record_of(earlier))
 
     def _steps_kept(self) -> tuple[int, int]:
         """The newest step that is trained, and the newest that is committed. Called from a thread beside the loop."""

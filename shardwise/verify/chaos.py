@@ -35,6 +35,8 @@ STUCK_SECONDS = 180.0
 ORPHAN_SECONDS = 30.0
 # A file that a rank may still write once its disk is full: its logs and events go on elsewhere.
 FULL_DISK_BYTES = 4096
+# How long a disk stays full, until somebody makes room.
+FULL_DISK_SECONDS = 3.0
 
 
 class Scratch(NamedTuple):
@@ -176,6 +178,7 @@ class _Driver:
         self.watch = _Watch(run.folder)
         self._open: _Open | None = None
         self._from = 0
+        self._full: tuple[int, float] | None = None
         self._ever_committed = False
 
     def to_the_end(self) -> bool:
@@ -210,6 +213,10 @@ class _Driver:
 
     def _tick(self, process: "subprocess.Popen[bytes]") -> None:
         self._tick_steps()
+        if self._full is not None and time.monotonic() - self._full[1] > FULL_DISK_SECONDS:
+            with contextlib.suppress(ProcessLookupError):
+                _make_room(self._full[0])
+            self._full = None
         if time.monotonic() - self.watch.changed > STUCK_SECONDS:
             self.findings.append(
                 f"start {self.starts} said nothing for {STUCK_SECONDS:.0f} s at step {self.watch.step}"
@@ -263,6 +270,8 @@ class _Driver:
         if came:
             if fault in self.faults:
                 self.faults.remove(fault)
+            if fault.kind == "full disk":
+                self._full = _chosen(fault, command), time.monotonic()
             self._open = _Open(fault, self.watch.attempt, self.watch.step, time.monotonic())
             self.told(f"{fault}, at step {self.watch.step}")
 
@@ -296,8 +305,7 @@ def _ranks(command: int) -> list[int]:
 
 def _befall(fault: Fault, command: int, folder: Path) -> bool:
     """Let the fault come; False where what it needs is not there."""
-    workers = _ranks(command)
-    rank = workers[int(fault.draw * len(workers))] if workers else None
+    rank = _chosen(fault, command) if _ranks(command) else None
     below = local.tree_pids(command)[1:]
     if fault.kind in DAMAGE:
         return rank is not None and _damage(fault, folder) and _kill(rank, signal.SIGKILL)
@@ -320,8 +328,18 @@ def _kill(pid: int, number: int) -> bool:
     return True
 
 
+def _chosen(fault: Fault, command: int) -> int:
+    """The process of the rank that this fault is for."""
+    workers = _ranks(command)
+    return workers[int(fault.draw * len(workers))]
+
+
+def _make_room(rank: int) -> None:
+    resource.prlimit(rank, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
 def _fill(rank: int) -> bool:
-    """The kernel refuses this rank's files beyond a few KiB, as a full disk does; until the rank is started anew."""
+    """The kernel refuses this rank's files beyond a few KiB, as a full disk does."""
     resource.prlimit(rank, resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, resource.RLIM_INFINITY))
     return True
 
