@@ -155,7 +155,7 @@ def parallelize(
         raise ModelError("This module is parallelized already.", fix="call parallelize once a module")
     check.require(plan, ranks.world())
     refuse_second_pipeline(plan)
-    decision, recipe, device = plan.decision, plan.recipe, ranks.device()
+    decision, recipe = plan.decision, plan.recipe
     ties = inspect.ties(module)
 
     # 1. What mixes samples is refused, or made one with the global batch.
@@ -182,25 +182,12 @@ def parallelize(
         tensor = tensor_parallel.apply(
             module, split_roles, mesh, sequence=plan.sequence_parallel, vocabulary_loss=vocabulary_loss
         )
-    # 5. Recompute, then compile each block before anything wraps it: blocks of one shape share one compilation.
-    if decision.recompute != "none":
-        for block in units:
-            recompute.wrap(block, decision.recompute)
-    if decision.compile == "blocks":
-        for block in units:
-            recompute.compile_block(block)
+    # 5. Recompute and compile each block before anything wraps it.
+    change_blocks(units, decision)
     # What lies in a module kept in fp32 is fp32 with it, blocks too.
     units = [unit for unit in precision.outside(units, fp32_modules) if unit not in fp32_modules]
     # 6. Data parallel, with storage on the device: shards where it is sharded, whole copies elsewhere.
-    gradients: data_parallel.GradientSum = data_parallel.SingleProcess()
-    if decision.zero and mesh.device_mesh is not None:
-        gradients = data_parallel.apply(module, pipe.stages, units, fp32_modules, mesh, decision)
-        place(module, device, module.to_empty, initialize)
-    else:
-        place(module, device, partial(empty_on, module), initialize)
-        if precision.is_mixed(decision.precision):
-            precision.apply_compute_copies(module, units, fp32_modules, decision.precision)
-        gradients = data_parallel.apply(module, pipe.stages, units, fp32_modules, mesh, decision)
+    gradients = spread(module, pipe, units, fp32_modules, mesh, decision, initialize)
     if pipe.ties is not None:
         pipe.ties.start()
     if precision.is_mixed(decision.precision):
@@ -215,6 +202,39 @@ def parallelize(
     keep_aliases(module, made.aliases)
     keep_holders(module, decision.mesh.stage_ranks(ranks.rank()))
     return module
+
+
+def change_blocks(units: list[nn.Module], decision: Decision) -> None:
+    """Recompute first, so that it is compiled with its block; blocks of one shape share one compilation."""
+    if decision.recompute != "none":
+        for block in units:
+            recompute.wrap(block, decision.recompute)
+    if decision.compile == "blocks":
+        for block in units:
+            recompute.compile_block(block)
+
+
+def spread(
+    module: nn.Module,
+    pipe: Pipe,
+    units: list[nn.Module],
+    fp32_modules: list[nn.Module],
+    mesh: Mesh,
+    decision: Decision,
+    initialize: Callable[[nn.Module], None] | None,
+) -> data_parallel.GradientSum:
+    """Over the data-parallel ranks, with storage: shards are cut before they get it, so that no rank holds the whole;
+    buckets and compute copies are made of tensors that have it. Collective.
+    """
+    device = ranks.device()
+    if decision.zero and mesh.device_mesh is not None:
+        gradients = data_parallel.apply(module, pipe.stages, units, fp32_modules, mesh, decision)
+        place(module, device, module.to_empty, initialize)
+        return gradients
+    place(module, device, partial(empty_on, module), initialize)
+    if precision.is_mixed(decision.precision):
+        precision.apply_compute_copies(module, units, fp32_modules, decision.precision)
+    return data_parallel.apply(module, pipe.stages, units, fp32_modules, mesh, decision)
 
 
 def refuse_second_pipeline(plan: Plan) -> None:
