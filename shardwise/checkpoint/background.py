@@ -19,22 +19,27 @@ _registered = False
 
 
 class Work(Generic[Answer]):
-    """`act(given_up)` in a thread of its own, from now on. `given_up` is set when nobody waits for it any more: then it
-    should come to an end, and must begin nothing new.
+    """`act(given_up)` in a thread of its own, from now on, and `then(answer)` once its answer can be had. `given_up` is
+    set when nobody waits for it any more: then it should come to an end, and must begin nothing new.
     """
 
-    def __init__(self, act: Callable[[threading.Event], Answer], name: str) -> None:
-        """`act` must not raise: what goes wrong is part of its answer."""
-        self.given_up, self._done = threading.Event(), threading.Event()
+    def __init__(self, act: Callable[[threading.Event], Answer], then: Callable[[Answer], None], name: str) -> None:
+        """Neither must raise: what goes wrong is part of the answer."""
+        self.given_up, self._done, self._over = threading.Event(), threading.Event(), threading.Event()
         self._answers: list[Answer] = []
         self._process = os.getpid()
         _follow(self)
         # What `act` holds is let go by the thread at its end.
-        threading.Thread(target=self._run, args=(act,), name=name, daemon=True).start()
+        threading.Thread(target=self._run, args=(act, then), name=name, daemon=True).start()
 
     @property
     def done(self) -> bool:
+        """Whether the answer is there."""
         return self._done.is_set()
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
 
     @property
     def inherited(self) -> bool:
@@ -49,11 +54,21 @@ class Work(Generic[Answer]):
             return None
         return self._answers[0] if self._answers else None
 
-    def _run(self, act: Callable[[threading.Event], Answer]) -> None:
+    def end(self, timeout: float | None = None) -> None:
+        """Waits until the thread has nothing left to do; in a fork it has not."""
+        if not self.inherited:
+            self._over.wait(timeout)
+
+    def _run(self, act: Callable[[threading.Event], Answer], then: Callable[[Answer], None]) -> None:
         try:
-            self._answers.append(act(self.given_up))
+            answer = act(self.given_up)
+            self._answers.append(answer)
+            self._done.set()
+            if not self.given_up.is_set():
+                then(answer)
         finally:
             self._done.set()
+            self._over.set()
 
 
 def _follow(work: Work[Any]) -> None:
@@ -72,9 +87,9 @@ def leave(seconds: float | None = None) -> bool:
     True where all came to its end.
     """
     deadline = time.monotonic() + (EXIT_SECONDS if seconds is None else seconds)
-    left = [work for work in list(_under_way) if not work.inherited and not work.done]
+    left = [work for work in list(_under_way) if not work.inherited and not work.over]
     for work in left:
-        work.answer(max(0.0, deadline - time.monotonic()))
+        work.end(max(0.0, deadline - time.monotonic()))
     for work in left:
         work.given_up.set()
-    return all(work.done for work in left)
+    return all(work.over for work in left)

@@ -16,13 +16,14 @@ from torch import nn
 
 from shardwise import ranks
 from shardwise.checkpoint import marks
-from shardwise.checkpoint.assembly import Header
+from shardwise.checkpoint.arrival import check_arrival
+from shardwise.checkpoint.assembly import Header, machine
 from shardwise.checkpoint.background import Work
 from shardwise.checkpoint.exchange import Exchange
 from shardwise.checkpoint.interval import MOST_STEPS
 from shardwise.checkpoint.manifest import Damaged, Json, Manifest, digest_of, read_manifest
-from shardwise.checkpoint.restore import Names, Staged, apply, check_world, names_of, stage
-from shardwise.checkpoint.retention import Committed, delete_folder, folder_name, look, surplus
+from shardwise.checkpoint.restore import Names, Staged, apply, check_world, entries_of, names_of, stage
+from shardwise.checkpoint.retention import Committed, folder_name, look, retain
 from shardwise.checkpoint.saving import (
     FIRST_BACKOFF_SECONDS,
     LIMIT_SECONDS,
@@ -40,6 +41,7 @@ from shardwise.checkpoint.saving import (
 from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, by_name, join, pack_state, snapshot
 from shardwise.checkpoint.staging import HostBuffer
 from shardwise.checkpoint.store import LocalStore, Store
+from shardwise.checkpoint.switch import Here, told
 from shardwise.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, CheckpointError, RecipeError
 from shardwise.events import Events, Fallback, Resumed, Saved, SaveFailed
 from shardwise.inputs.recipe import CheckpointPolicy
@@ -97,7 +99,7 @@ class Checkpointer:
     (with several modules `<module>/<name>`); left out, they are those of what sw.parallelize has cut.
     `run` is the run's folder: checkpoints lie in `checkpoints/` below it, unless a `store` is given.
     `lineage` tells runs in one store apart: only checkpoints of the same lineage are resumed from, or ever
-    deleted.
+    deleted. `plan`, and its `decision`, as JSON: what the manifest says of how the work was split.
     `holders`: where a model's parts lie on different ranks (a pipeline of your own), the ranks that hold the same part
     as this one; left out, those that sw.parallelize chose, else all.
 
@@ -130,6 +132,7 @@ class Checkpointer:
         lineage: str = "",
         plan_digest: str = "",
         decision: Json = None,
+        plan: Json = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Raises: RecipeError naming a key of `state` that is neither tensors nor JSON values."""
@@ -154,10 +157,13 @@ class Checkpointer:
         self.backoff_seconds = FIRST_BACKOFF_SECONDS
         self._buffer = HostBuffer()
         self._flight: Flight | None = None
+        self._work: Work[tuple[Outcome, float]] | None = None
+        self._manifests: dict[str, Committed] = {}
+        self._undeleted: tuple[str, ...] = ()
         self._outcome_read: Exchange | None = None
         self._signals = signals
         self._events = events
-        self._lineage, self._plan_digest, self._decision = lineage, plan_digest, decision
+        self._lineage, self._plan_digest, self._decision, self._plan = lineage, plan_digest, decision, plan
         self._clock = clock
         self._session, self._saves = "", 0
         _check_state(self.state)
@@ -169,14 +175,7 @@ class Checkpointer:
         kept of this checkpoint, and everything of those before.
         """
         self.settle()
-        try:
-            landed = self._land(self._start(step, why, samples, stage=False))
-        except NoRoom as error:
-            self._failed(step, why, error)
-            raise
-        if isinstance(landed, CheckpointError):
-            raise landed
-        return landed
+        return self._waited_for(step, why, samples)
 
     def begin(self, step: int, why: str = "policy", *, samples: int | None = None) -> SavedCheckpoint | None:
         """Copies the state after `step` and has it written while training goes on; `settle` tells how it ended.
@@ -199,7 +198,17 @@ class Checkpointer:
         it was before. Collective. Raises: CheckpointError as `save`.
         """
         saved = self.settle()
-        return saved if self.saved_step == step else self.save(step, why, samples=samples)
+        return saved if self.saved_step == step else self._waited_for(step, why, samples)
+
+    def rest(self) -> None:
+        """Waits until what the policy no longer keeps is deleted, which goes on after a commit, and tells what did not
+        go. No collective.
+        """
+        if self._work is not None:
+            self._work.end()
+        notes, self._undeleted = self._undeleted, ()
+        for note in notes:
+            self._say(Fallback(what="old checkpoints were not all deleted", why=note))
 
     @property
     def pending(self) -> bool:
@@ -220,13 +229,26 @@ class Checkpointer:
             return None
         return landed
 
+    def _waited_for(self, step: int, why: str, samples: int | None) -> SavedCheckpoint:
+        """Collective. Raises: CheckpointError."""
+        try:
+            landed = self._land(self._start(step, why, samples, stage=False))
+        except NoRoom as error:
+            self._failed(step, why, error)
+            raise
+        if isinstance(landed, CheckpointError):
+            raise landed
+        self.rest()
+        return landed
+
     def _start(self, step: int, why: str, samples: int | None, *, stage: bool) -> Flight:
         """Collective. Raises: CheckpointError, NoRoom."""
         started = self._clock()
+        self.rest()
         self._session = self._session or new_session()
         folder = folder_name(step, self._lineage, self._session, self._saves)
         self._saves += 1
-        header = Header(step, started, why, self._lineage, self._plan_digest, self._decision, samples)
+        header = Header(step, started, why, self._lineage, self._plan_digest, self._decision, samples, self._plan)
         prepared = prepare(self.store, step, lambda: snapshot(self._subject))
         if prepared.low:
             self._say(Fallback(what="little room is left for checkpoints", why=prepared.low))
@@ -236,16 +258,18 @@ class Checkpointer:
         task = Task(self.store, folder, header, prepared, exchange, self.policy.retries, self.backoff_seconds)
         if stage:
             staged(task, self._buffer)
-        work = Work(partial(self._carry_out, task), f"shardwise-save-{step}")
+        self._work = work = Work(partial(self._carry_out, task), partial(self._after, task), f"shardwise-save-{step}")
         return Flight(step, why, folder, started, self._clock() - started, exchange, work)
 
     def _carry_out(self, task: Task, given_up: threading.Event) -> tuple[Outcome, float]:
         """In the save's thread."""
         outcome = task.carry_out(given_up)
-        ended = self._clock()
-        if outcome.trouble is None and task.exchange.rank == 0 and not given_up.is_set():
-            outcome = msgspec.structs.replace(outcome, notes=(*outcome.notes, *self._retain(task.folder)))
-        return outcome, ended
+        return outcome, self._clock()
+
+    def _after(self, task: Task, answer: tuple[Outcome, float]) -> None:
+        """In the save's thread, when its end is known: on rank 0 drops what the policy no longer keeps."""
+        if answer[0].trouble is None and task.exchange.rank == 0:
+            self._retain(task.folder)
 
     def _land(self, flight: Flight) -> SavedCheckpoint | CheckpointError:
         """Waits for a save: what it committed, or the error that it ended with. Tells either, and what there was."""
@@ -315,13 +339,15 @@ class Checkpointer:
 
         Every digest is verified, on all ranks, before anything is changed. A damaged checkpoint is said
         (an event, and `skipped`) and the one before is taken. With `strict_world` another number of ranks
-        is refused; without, tensors are loaded for any world, and ranks that were not there keep their
-        random generators.
+        is refused; without, tensors are loaded for any world. What is not the same again then is told, random
+        generators too (switch.py). Where there is a root, what has arrived in the training's tensors is summed up and
+        compared with it.
 
         Collective. Raises: CheckpointError where none of several is whole, or where the newest does not
         fit the model, optimizer or `state`, naming the keys.
         """
         self.settle()
+        self.rest()
         candidates, skipped = self._candidates()
         self.skipped = tuple(skipped)
         current, names = self._look() if candidates else (Snapshot(), Names(set(), {}))
@@ -329,6 +355,8 @@ class Checkpointer:
             staged, trouble = self._on_all(partial(self._stage, folder, digest, strict_world, current, names))
             if staged is not None:
                 apply(staged, self._subject)
+                entries = entries_of(staged.manifest, self._subject.role)
+                check_arrival(staged.manifest, entries, staged.targets, staged.values)
                 return self._resumed(folder, staged.manifest)
             self.skipped = (*self.skipped, Skipped(folder, trouble))
         self._say_skipped()
@@ -369,8 +397,7 @@ class Checkpointer:
 
         Waits for the save that is under way.
         """
-        if self._flight is not None:
-            self._flight.work.answer()
+        self.rest()
         return look(self.store, self._lineage).committed
 
     def latest(self) -> str | None:
@@ -430,25 +457,26 @@ class Checkpointer:
             raise Damaged(f"{folder} differs between ranks.", why="rank 0 read another manifest")
         if strict_world:
             check_world(manifest, folder, ranks.world())
-        return stage(self.store, folder, manifest, self._subject, current, names)
+        return stage(self.store, folder, manifest, self._subject, current, names, self._here())
+
+    def _here(self) -> Here:
+        return Here(ranks.world(), self._decision, machine())
 
     def _resumed(self, folder: str, manifest: Manifest) -> int:
         self._say_skipped()
         self.resumed_from, self.saved_step = self._path(folder), manifest.step
-        self._say(Resumed(step=manifest.step, path=self.resumed_from))
+        self._say(
+            Resumed(step=manifest.step, path=self.resumed_from, told=told(manifest, self._here()), root=manifest.root)
+        )
         return manifest.step
 
-    def _retain(self, current: str) -> tuple[str, ...]:
-        """On rank 0, after a commit, in the save's thread: what there is to say. No failure here fails the run."""
+    def _retain(self, current: str) -> None:
+        """No failure here fails the run."""
         bad = {item.folder for item in self.skipped}
-        try:
-            listing = look(self.store, self._lineage)
-            old = surplus(listing.committed, keep=self.policy.keep, current=current, bad=bad)
-            for folder in (*listing.torn, *old):
-                delete_folder(self.store, folder)
-        except Exception as error:
-            return (f"an old checkpoint was not deleted: {type(error).__name__}: {error}",)
-        return ()
+        done = retain(
+            self.store, self._lineage, self.policy, current, session=self._session, bad=bad, known=self._manifests
+        )
+        self._undeleted += done.notes
 
     def _path(self, folder: str) -> str:
         return f"{self.store}/{folder}"

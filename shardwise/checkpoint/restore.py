@@ -1,6 +1,7 @@
 """Resume: verify and stage everything in host memory; change the training only when all ranks could."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -9,23 +10,29 @@ import torch
 
 from shardwise import ranks
 from shardwise.checkpoint import rng
-from shardwise.checkpoint.manifest import Damaged, Json, Manifest, TensorEntry, read_chunk, verify_file
+from shardwise.checkpoint.manifest import Damaged, Json, Manifest, TensorEntry
 from shardwise.checkpoint.packing import Reference, references, unpack
-from shardwise.checkpoint.regions import DTYPES, dtype_name, from_bytes, local, region_of
+from shardwise.checkpoint.reading import Wanted, read_file
+from shardwise.checkpoint.regions import DTYPES, dtype_name, local, region_of, to_bytes
 from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, join, own_name, parameter_names
 from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.switch import Here, drawer
 from shardwise.errors import CheckpointError
 from shardwise.regions import Region, inside, overlap
 
 
 class Staged(NamedTuple):
     """A verified checkpoint: `values` in host memory go into `targets`, the training's tensors or new
-    ones.
+    ones. `draws`: the saved rank whose random generators go on here, None where this rank keeps its own.
     """
 
     manifest: Manifest
     targets: dict[str, torch.Tensor]
     values: dict[str, torch.Tensor]
+    draws: int | None
+
+    def state_of_draws(self) -> Json:
+        return None if self.draws is None else self.manifest.state_of("rng", self.draws)
 
 
 def check_world(manifest: Manifest, folder: str, world: int) -> None:
@@ -60,7 +67,9 @@ def names_of(current: Snapshot) -> Names:
     return Names(held, {part: [set(g["params"]) for g in state["groups"]] for part, state in optimizers.items()})
 
 
-def stage(store: Store, folder: str, manifest: Manifest, subject: Subject, current: Snapshot, names: Names) -> Staged:
+def stage(
+    store: Store, folder: str, manifest: Manifest, subject: Subject, current: Snapshot, names: Names, here: Here
+) -> Staged:
     """Reads what this rank needs, every byte against its digest, and changes nothing.
 
     `names`: those of all ranks together, which must be the ones that were saved.
@@ -70,13 +79,17 @@ def stage(store: Store, folder: str, manifest: Manifest, subject: Subject, curre
     keys.
     """
     _check_parts(manifest, subject)
-    entries = _entries(manifest, subject.role)
+    entries = entries_of(manifest, subject.role)
     targets = _targets(manifest, entries, subject, current, names)
+    staged = Staged(manifest, targets, {}, drawer(manifest, ranks.rank(), here))
+    for reference in references(staged.state_of_draws()):
+        targets[reference.name] = _new(entries, reference, None)
+    wanted: dict[str, list[Wanted]] = {file.name: [] for file in manifest.files}
+    for name, target in targets.items():
+        staged.values[name] = _want(entries[name], name, target, wanted)
     for index, file in enumerate(manifest.files):
-        if index % ranks.world() == ranks.rank():
-            verify_file(store, folder, file)
-    values = {name: _stage_tensor(store, folder, entries[name], name, target) for name, target in targets.items()}
-    return Staged(manifest, targets, values)
+        read_file(store, folder, file, wanted[file.name], whole=index % ranks.world() == ranks.rank())
+    return staged
 
 
 def apply(staged: Staged, subject: Subject) -> None:
@@ -91,9 +104,9 @@ def apply(staged: Staged, subject: Subject) -> None:
         _apply_state(name, unpack(_state(staged.manifest, join("state", name)), fetch), subject)
     if subject.data is not None:
         subject.data.load_state_dict(unpack(_state(staged.manifest, "data"), fetch))
-    own = staged.manifest.state_of("rng", ranks.rank())
-    if own is not None:
-        rng.restore(unpack(own, fetch))
+    drawn = staged.state_of_draws()
+    if drawn is not None:
+        rng.restore(unpack(drawn, fetch))
 
 
 def _state(manifest: Manifest, part: str) -> Json:
@@ -132,8 +145,6 @@ def _targets(
             known = current.shared.get(reference.name)
             fresh = isinstance(value, Stateful) or known is None
             targets[reference.name] = _new(entries, reference, known) if fresh or known is None else known
-    for reference in references(manifest.state_of("rng", ranks.rank())):
-        targets[reference.name] = _new(entries, reference, None)
     for name, target in targets.items():
         _check_shape(entries[name], name, target)
     return targets
@@ -213,21 +224,15 @@ def _check_shape(entry: TensorEntry, name: str, target: torch.Tensor) -> None:
         )
 
 
-def _entries(manifest: Manifest, role: str) -> dict[str, TensorEntry]:
+def entries_of(manifest: Manifest, role: str) -> dict[str, TensorEntry]:
     """The saved tensors as this rank sees them: its own where it kept one, tied names as what they name."""
     stored = {entry.name: entry for entry in manifest.tensors}
     seen = {name: stored.get(own_name(role, name), entry) for name, entry in stored.items()}
     return seen | {alias: seen[name] for alias, name in manifest.aliases.items()}
 
 
-def _stage_tensor(
-    store: Store,
-    folder: str,
-    entry: TensorEntry,
-    name: str,
-    target: torch.Tensor,
-) -> torch.Tensor:
-    """This rank's region of a tensor, put together from whichever chunks overlap it."""
+def _want(entry: TensorEntry, name: str, target: torch.Tensor, wanted: dict[str, list[Wanted]]) -> torch.Tensor:
+    """Memory for this rank's region of a tensor; what fills it, from whichever chunks overlap it, goes to `wanted`."""
     region = region_of(name, target)
     value, filled = torch.empty(region.shape, dtype=DTYPES[entry.dtype]), 0
     for chunk in entry.chunks:
@@ -235,14 +240,27 @@ def _stage_tensor(
         shared = overlap(region, held)
         if shared is None:
             continue
-        data = from_bytes(read_chunk(store, folder, chunk), entry.dtype, chunk.shape)
+        if chunk.file not in wanted or chunk.bytes != value.element_size() * held.numel:
+            raise Damaged(f"{name!r} is not in {chunk.file} as the manifest says.")
         if held == region:
-            return data
-        value[inside(shared, region)] = data[inside(shared, held)]
+            one = Wanted(chunk, partial(to_bytes, value), lambda _: None)
+        else:
+            one = Wanted(chunk, partial(_memory, chunk.bytes), partial(_cut, value, region, shared, held))
+        wanted[chunk.file].append(one)
         filled += shared.numel
     if filled != region.numel:
         raise Damaged(f"{name!r} is not whole: {filled} of {region.numel} values are there.")
     return value
+
+
+def _memory(size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+def _cut(value: torch.Tensor, region: Region, shared: Region, held: Region, data: memoryview) -> None:
+    """Of a chunk's bytes what the region holds of them, into its place."""
+    chunk = torch.frombuffer(data, dtype=value.dtype).reshape(held.shape)
+    value[inside(shared, region)] = chunk[inside(shared, held)]
 
 
 def _parameters(optimizer: torch.optim.Optimizer, subject: Subject) -> dict[str, torch.Tensor]:

@@ -98,10 +98,15 @@ class SaveFailed(Event, frozen=True, tag="save_failed"):
 
 
 class Resumed(Event, frozen=True, tag="resumed"):
-    """The state after `step` was loaded and verified."""
+    """The state after `step` was loaded and verified. `told`: what is not the same again, of ranks, plan and machine.
+
+    `root`: of the state, "" in checkpoints that have none.
+    """
 
     step: int
     path: str
+    told: tuple[str, ...] = ()
+    root: str = ""
 
 
 class NonFiniteLoss(Event, frozen=True, tag="non_finite_loss"):

@@ -466,7 +466,7 @@ def test_what_a_dead_attempt_left_torn_goes_after_the_next_commit(tmp_path: Path
     checkpointer = Checkpointer(tmp_path, module)
     assert checkpointer.resume() == 1
     assert torn.exists()
-    checkpointer.save(2)
+    checkpointer.save(3)
     assert not torn.exists()
     assert first.exists()
 
