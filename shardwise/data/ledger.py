@@ -13,12 +13,14 @@ from shardwise.data.micros import Micros
 
 # A prime below 2^31: sums of residues over up to 2^22 ranks are exact in fp64.
 _MODULUS = 2**31 - 1
+_DROPPED = 'fewer than a global batch at the end of an epoch (last = "drop")'
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Steps `first_step` to `last_step` of one attempt, `samples` each, from position `first` to before `end`.
 
-    `why` is empty for what was trained on. Otherwise it says why these samples were passed over, before `first_step`.
+    `why` is empty for what was trained on. Else it says why these samples were passed over, and `first_step` is the
+    step that was to be made next.
     """
 
     attempt: int
@@ -51,12 +53,11 @@ class Ledger:
         else:
             self.segments.append(Segment(self.attempt, step, step, first, end, samples))
         if next_position is not None and next_position > end:
-            self.pass_over(
-                step + 1, end, next_position, 'fewer than a global batch at the end of an epoch (last = "drop")'
-            )
+            self.pass_over(end, next_position, _DROPPED)
 
-    def pass_over(self, step: int, first: int, end: int, why: str) -> None:
-        """Positions that are left out on purpose before `step`."""
+    def pass_over(self, first: int, end: int, why: str) -> None:
+        """Positions that are left out on purpose, before the next step."""
+        step = max((one.last_step for one in self.segments if not one.why), default=0) + 1
         self.segments.append(Segment(self.attempt, step, step, first, end, end - first, why))
 
     def state_dict(self) -> dict[str, Any]:

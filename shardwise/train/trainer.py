@@ -16,17 +16,14 @@ from shardwise import ranks
 from shardwise.checkpoint import background
 from shardwise.checkpoint.checkpointer import Checkpointer, SavedCheckpoint
 from shardwise.checkpoint.interval import Interval, record_of
-from shardwise.data import ledger
 from shardwise.data.batches import as_data
-from shardwise.data.ledger import Ledger
-from shardwise.data.loader import Loader, seed_generators
+from shardwise.data.loader import seed_generators
 from shardwise.data.micros import Micros
 from shardwise.data.order import seed_of
 from shardwise.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
-    RanksDiverged,
     RecipeError,
     ShardwiseError,
     TrainingFailed,
@@ -52,7 +49,7 @@ from shardwise.train.failure import WHERE
 from shardwise.train.health import Bad, Health, Seen
 from shardwise.train.journal import Journal
 from shardwise.train.loss import LossFunction
-from shardwise.train.position import Position
+from shardwise.train.reading import Reading
 from shardwise.train.scaler import LossScaler
 from shardwise.train.step import (
     Inputs,
@@ -226,7 +223,7 @@ class Trainer:
             if opened.finished:
                 # What the script does after its loop, evaluate() say, is done with the weights that the run ended with.
                 self._prepare(recipe, total, opened)
-                self.loader.close()
+                self.reading.close()
                 opening.say_finished(opened)
                 return
             yield from self._run(recipe, total, opened)
@@ -239,7 +236,7 @@ class Trainer:
             self.evaluate()
         try:
             # Stopped after its last step, a run has nothing to train and still is to be finished.
-            for micros in self._micros() if self.number < total else ():
+            for micros in self.reading.steps() if self.number < total else ():
                 step = self._step(micros)
                 if step is None:
                     break
@@ -262,7 +259,7 @@ class Trainer:
                 raise failure.out_of_memory(error, self.plan.decision) from error
             raise
         finally:
-            self.loader.close()
+            self.reading.close()
 
     def _step(self, micros: Micros) -> Step | None:
         """One update; None where the ranks agreed to stop before it."""
@@ -278,17 +275,17 @@ class Trainer:
         gradients = local_gradients(self.parallel)
         wants = bool(self._stop_reason), ranks.is_main() and self.interval.asks(), self.checkpointer.pending
         flags = *wants, *signal_flags(self.signals)
-        read = ledger.read_sums(micros) if self.parallel.speaks else (0, 0, 0)
+        read = self.reading.sums(micros, self.parallel.speaks)
         outcome, extra = agree(self.parallel, sums, [squares(self.parallel), *map(float, (*flags, *read))])
         self._stop_agreed, self._save_agreed, self._save_pending, *told = (count > 0 for count in extra[1:6])
         self._asked = Asked(*told)
-        self._require_read_once(micros, extra[6:])
-        if self._stop_agreed and self.position.drop(micros):
+        self.reading.require_once(micros, extra[6:])
+        if self._stop_agreed and self.reading.drop(micros):
             return None
         norm = math.sqrt(extra[0]) / (divisor(outcome) * self.scaler.scale)
         applied = self._update(outcome, norm, gradients, number)
         self.number = number
-        self.ledger.add(number, micros.first, micros.samples, micros.next_position)
+        self.reading.trained(number, micros)
         overflow = not applied and self.scaler.enabled and outcome.finite
         seen = Seen(number, micros.first, micros.next_position, outcome.loss, norm, applied, overflow)
         self.bad = self.health.look(seen)
@@ -319,26 +316,6 @@ class Trainer:
         self.optimizer.step()
         return True
 
-    def _require_read_once(self, micros: Micros, read: Sequence[float]) -> None:
-        """Raises: RanksDiverged, on every rank, where the ranks together did not read this step's samples once each."""
-        if isinstance(self.loader, Loader) and not ledger.agrees(micros, read):
-            raise RanksDiverged(
-                f"The ranks did not read samples {micros.first} to {micros.next_position - 1} once each.",
-                why="two ranks take themselves for the same part of the data, or one is at another step",
-                fix="start every rank by one launcher (shardwise train, torchrun), and leave the loader to the Trainer",
-            )
-
-    def _micros(self) -> Iterator[Micros]:
-        """Step after step of the loader; of the next one, where the run goes back or passes samples over."""
-        reads = None
-        while reads is not self.loader:
-            reads = self.loader
-            for micros in reads:
-                yield micros
-                self._pass_over()
-                if reads is not self.loader:
-                    break
-
     def _go_back(self, bad: Bad) -> None:
         """To the newest checkpoint from before `bad`; later ones are passed over from now on. Collective.
 
@@ -346,28 +323,14 @@ class Trainer:
         """
         WHERE.phase = "resume"
         undone = self.number
-        self._read_from(0)
+        self.reading.begin_again()
         self.number = WHERE.step = self.checkpointer.go_back(bad.since.step, bad.why)
         self.health.returned(bad)
         self.bad = None
-        over = 0
-        if self.health.on_spike == "pass_over":
-            self.passes_over.append(bad)
-            over = bad.end - bad.since.first
+        over = self.reading.pass_over(bad) if self.health.on_spike == "pass_over" else 0
+        self.reading.resumed()
         self.interval.started(self.number)
         self.journal.rolled_back(self.number, undone, str(self.checkpointer.resumed_from), bad.why, over)
-        self._pass_over()
-
-    def _pass_over(self) -> None:
-        """Where samples begin that are to be passed over, read on behind them."""
-        while bad := next((one for one in self.passes_over if one.since.first == self.position.samples), None):
-            self.ledger.pass_over(self.number + 1, bad.since.first, bad.end, bad.why)
-            self._read_from(bad.end)
-
-    def _read_from(self, position: int) -> None:
-        self.loader.close()
-        self.loader = self._loader(position)
-        self.position.moved(self.loader)
 
     def _after(self, number: int, total: int) -> bool:
         """What is due after the loop's body; True where the loop ends here."""
@@ -422,23 +385,21 @@ class Trainer:
         self._asked = Asked()
         self._stop_reason = ""
         self.bad: Bad | None = None
-        self.passes_over: list[Bad] = []
         per_sample = getattr(self.data, "tokens_per_sample", None)
         peak = probe.peak_flops_per_second(self.plan.decision.precision)
         self.journal = Journal(opened, self.plan, total, per_sample, peak)
-        self.loader = self._loader()
-        self.position = Position(self.loader)
+        self.reading = Reading(self._loader, opened.attempt)
         self.scaler.start(self.plan.decision.global_batch * (per_sample or 1))
         earlier = opening.told_before(opened) if ranks.is_main() else []
         nodes = self.plan.cluster.nodes
         self.interval = Interval(recipe.checkpoint.every_steps, nodes=nodes, record=record_of(earlier))
-        self.ledger, self.health = Ledger(opened.attempt), Health(recipe.train.on_spike, self.journal)
-        own = {"trainer.scaler": self.scaler, "trainer.ledger": self.ledger, "trainer.health": self.health}
+        self.health = Health(recipe.train.on_spike, self.journal)
+        own = {"trainer.scaler": self.scaler, "trainer.ledger": self.reading.ledger, "trainer.health": self.health}
         self.checkpointer = Checkpointer(
             opened.folder,
             self.model,
             self.optimizer,
-            data=self.position,
+            data=self.reading,
             state=ChainMap(self.state, own),
             policy=recipe.checkpoint,
             events=self.journal.events,
@@ -490,7 +451,7 @@ class Trainer:
         held = ranks.gather_json(memory_use.peak_bytes())
         self.journal.compared(max((one for one in held if one is not None), default=None))
 
-    def _loader(self, start: int = 0) -> Any:
+    def _loader(self, start: int) -> Any:
         decision = self.plan.decision
         return self.data.loader(
             seed=self.plan.recipe.seed,
@@ -503,13 +464,13 @@ class Trainer:
 
     def _save(self, why: str) -> None:
         WHERE.phase = "save"
-        self._learn_from(self.checkpointer.finish(self.number, why, samples=self.position.samples))
+        self._learn_from(self.checkpointer.finish(self.number, why, samples=self.reading.samples))
 
     def _save_beside(self, why: str) -> None:
         """Begin to save this step's state; training goes on while it is written."""
         WHERE.phase = "save"
         self._learn_from(self.checkpointer.settle())
-        self._learn_from(self.checkpointer.begin(self.number, why, samples=self.position.samples))
+        self._learn_from(self.checkpointer.begin(self.number, why, samples=self.reading.samples))
         self.interval.started(self.number)
 
     def _learn_from(self, saved: SavedCheckpoint | None) -> None:
@@ -553,7 +514,7 @@ class Trainer:
     def save(self) -> str:
         """Save now; the committed checkpoint's folder. Collective."""
         self._require_open()
-        return self.checkpointer.save(self.number, "asked", samples=self.position.samples).path
+        return self.checkpointer.save(self.number, "asked", samples=self.reading.samples).path
 
     def stop(self, reason: str = "") -> None:
         """End the run after this step. One rank is enough: the ranks agree in the next step, which is then dropped.

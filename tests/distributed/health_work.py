@@ -54,5 +54,5 @@ def run(
                     break
         except TrainingFailed as error:
             told.append(f"{error.what} {error.why} {error.fix}")
-    segments = [[one.first, one.end, bool(one.why)] for one in trainer.ledger.segments]
+    segments = [[one.first, one.end, bool(one.why)] for one in trainer.reading.ledger.segments]
     return {"made": made, "digest": digest(trainer.model), "told": told, "segments": segments, "number": trainer.number}

@@ -56,7 +56,7 @@ def test_a_doubled_a_lost_and_a_repeated_step_are_told():
 def test_samples_passed_over_on_purpose_are_no_fault_and_are_told():
     ledger = Ledger(1)
     ledger.add(1, 0, 8)
-    ledger.pass_over(2, 8, 24, "a spike of the loss")
+    ledger.pass_over(8, 24, "a spike of the loss")
     ledger.add(2, 24, 8)
     proof = prove(ledger.segments)
     assert proof.faults == ()
