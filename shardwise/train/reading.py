@@ -46,7 +46,7 @@ class Reading:
         return ledger.read_sums(micros) if counts else (0, 0, 0)
 
     def require_once(self, micros: Micros, read: Sequence[float]) -> None:
-        """`read`: the sums of all ranks. Raises: RanksDiverged, on all of them, where they are not those of this step."""
+        """`read`: the sums of all ranks. Raises: RanksDiverged, on all of them, where they are not of this step."""
         if isinstance(self._loader, Loader) and not ledger.agrees(micros, read):
             raise RanksDiverged(
                 f"The ranks did not read samples {micros.first} to {micros.next_position - 1} once each.",
