@@ -41,8 +41,8 @@ def peak(found: DryRun) -> int:
     return found.fullest.peak.live.total
 
 
-def told(plan: Plan, limit: int) -> Violation:
-    (violation,) = fits(plan, dry_run(plan).ranks, limit)
+def told(plan: Plan, found: DryRun, limit: int) -> Violation:
+    (violation,) = fits(plan, found.ranks, limit)
     assert violation.rule == "peak_fits"
     return violation
 
@@ -86,8 +86,9 @@ def cases(names: Iterable[str]) -> list[Any]:
 def test_a_fix_is_applied_and_what_did_not_fit_by_a_byte_fits(name: str) -> None:
     asked, world, shape, key = APPLIED[name]
     plan = planned(asked, world, **shape)
-    limit = peak(dry_run(plan)) - 1
-    violation = told(plan, limit)
+    found = dry_run(plan)
+    limit = peak(found) - 1
+    violation = told(plan, found, limit)
     assert violation.apply is not None, violation.fix
     assert any(key in changed for changed in violation.apply), violation.fix
     changed = planned(asked, world, violation.apply, **shape)
@@ -102,7 +103,8 @@ def test_a_fix_leaves_what_was_decided_and_it_does_not_name() -> None:
     asked = keys("auto", micro_batch=1, batch=4, length=64)
     decided = planned(keys({"pp": 2, "tp": 2, "schedule": "1f1b"}, micro_batch=1, batch=4, length=64), 4, **LONG)
     opened = msgspec.structs.replace(decided, recipe=recipes.from_keys(asked, "test"))
-    violation = told(opened, peak(dry_run(opened)) - 1)
+    found = dry_run(opened)
+    violation = told(opened, found, peak(found) - 1)
     assert violation.apply is not None
     changed = planned(asked, 4, violation.apply, **LONG)
     assert changed.decision.mesh == decided.decision.mesh
@@ -131,9 +133,10 @@ BY_HAND: dict[str, tuple[Keys, int, Keys, str, dict[str, str | int], int]] = {
 def test_what_only_the_user_can_choose_lowers_the_peak_too(name: str) -> None:
     asked, world, shape, words, choice, devices = BY_HAND[name]
     plan = planned(asked, world, **shape)
-    highest = peak(dry_run(plan))
+    found = dry_run(plan)
+    highest = peak(found)
     # Where the batch's part is small, the model's own does not fit.
-    violation = told(plan, highest - 1 if shape is LONG else highest // 2)
+    violation = told(plan, found, highest - 1 if shape is LONG else highest // 2)
     assert violation.apply is None
     assert words in violation.fix
     assert peak(dry_run(planned(asked, devices, choice, **shape))) < highest
