@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise import ranks
 from shardwise.checkpoint import background
-from shardwise.checkpoint.checkpointer import Checkpointer, SavedCheckpoint
+from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.interval import Interval, record_of
 from shardwise.data.batches import as_data
 from shardwise.data.loader import seed_generators
@@ -37,7 +37,6 @@ from shardwise.optimizer.schedules import Schedule
 from shardwise.parallel.parallelize import parallel_of, parallelize, refuse_mixing
 from shardwise.plan.plan import Plan
 from shardwise.profiling import memory_use, probe
-from shardwise.resilience.budget import Flush, fits, told
 from shardwise.resilience.guards import Guards
 from shardwise.resilience.leaving import in_order
 from shardwise.resilience.signals import StopSignals
@@ -48,6 +47,7 @@ from shardwise.train.evaluate import Evaluation, evaluate
 from shardwise.train.failure import WHERE
 from shardwise.train.health import Bad, Health, Seen
 from shardwise.train.journal import Journal
+from shardwise.train.keeping import Keeping
 from shardwise.train.loss import LossFunction
 from shardwise.train.reading import Reading
 from shardwise.train.scaler import LossScaler
@@ -66,7 +66,6 @@ from shardwise.train.step import (
 )
 from shardwise.train.stopping import Asked, Asking, Stopping, expected
 from shardwise.train.stopping import flags as signal_flags
-from shardwise.units import format_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +246,7 @@ class Trainer:
         except GeneratorExit:
             # `break` in the caller's loop keeps what was trained; after an exception the other ranks are not here.
             if in_order(__file__):
-                self._save("left the loop")
+                self.keeping.finish(self.number, "left the loop")
                 self._compare()
                 self.journal.stopped(self.number, "user", EXIT_DONE)
             raise
@@ -273,8 +272,7 @@ class Trainer:
         finally:
             WHERE.phase = work.phase
         gradients = local_gradients(self.parallel)
-        wants = bool(self._stop_reason), ranks.is_main() and self.interval.asks(), self.checkpointer.pending
-        flags = *wants, *signal_flags(self.signals)
+        flags = bool(self._stop_reason), *self.keeping.wants, *signal_flags(self.signals)
         read = self.reading.sums(micros, self.parallel.speaks)
         outcome, extra = agree(self.parallel, sums, [squares(self.parallel), *map(float, (*flags, *read))])
         self._stop_agreed, self._save_agreed, self._save_pending, *told = (count > 0 for count in extra[1:6])
@@ -321,15 +319,12 @@ class Trainer:
 
         Raises: CheckpointError where there is none.
         """
-        WHERE.phase = "resume"
         undone = self.number
-        self.reading.begin_again()
-        self.number = WHERE.step = self.checkpointer.go_back(bad.since.step, bad.why)
+        self.number = WHERE.step = self.keeping.go_back(bad.since.step, bad.why)
         self.health.returned(bad)
         self.bad = None
         over = self.reading.pass_over(bad) if self.health.on_spike == "pass_over" else 0
         self.reading.resumed()
-        self.interval.started(self.number)
         self.journal.rolled_back(self.number, undone, str(self.checkpointer.resumed_from), bad.why, over)
 
     def _after(self, number: int, total: int) -> bool:
@@ -342,10 +337,7 @@ class Trainer:
         if self.bad is not None:
             self._go_back(self.bad)
             return False
-        if not self._save_pending:  # All ranks know how the save under way ended: it is judged on all at this step.
-            self._learn_from(self.checkpointer.settle())
-        if number < total and self.interval.due(number, self._save_agreed):
-            self._save_beside("policy")
+        self.keeping.after(number, asked=self._save_agreed, pending=self._save_pending, last=number >= total)
         return number >= total or self._stop_agreed
 
     def _leave(self, asked: Asked) -> NoReturn:
@@ -353,7 +345,7 @@ class Trainer:
         code, name = (EXIT_INTERRUPTED, "SIGINT") if asked.interrupted else (EXIT_REQUEUE, "SIGTERM")
         trained, kept = self._steps_kept()
         if trained != kept:
-            self._save(name)
+            self.keeping.finish(self.number, name)
         self.stopping.end()
         self._compare()
         self.journal.goodput()
@@ -365,7 +357,7 @@ class Trainer:
         if self.valid is not None:
             self.evaluate()
         done = self.number >= total
-        self._save("finished" if done else f"stopped: {self._stop_reason}")
+        self.keeping.finish(self.number, "finished" if done else f"stopped: {self._stop_reason}")
         self._compare()
         self.journal.goodput()
         if done:
@@ -392,7 +384,7 @@ class Trainer:
         self.scaler.start(self.plan.decision.global_batch * (per_sample or 1))
         earlier = opening.told_before(opened) if ranks.is_main() else []
         nodes = self.plan.cluster.nodes
-        self.interval = Interval(recipe.checkpoint.every_steps, nodes=nodes, record=record_of(earlier))
+        interval = Interval(recipe.checkpoint.every_steps, nodes=nodes, record=record_of(earlier))
         self.health = Health(recipe.train.on_spike, self.journal)
         own = {"trainer.scaler": self.scaler, "trainer.ledger": self.reading.ledger, "trainer.health": self.health}
         self.checkpointer = Checkpointer(
@@ -404,6 +396,7 @@ class Trainer:
             policy=recipe.checkpoint,
             events=self.journal.events,
         )
+        self.keeping = Keeping(self.checkpointer, interval, self.stopping.budget, self.reading, self.journal)
         trained = self.number
         self.number = self.checkpointer.resume()
         if self.number == 0 and trained:
@@ -413,8 +406,7 @@ class Trainer:
                 fix="make a new Trainer, or save before the loop is left (checkpoint.every_steps, trainer.save())",
             )
         WHERE.step = self.number
-        self.interval.started(self.number)
-        self.flushes = True
+        self.keeping.started(self.number)
         self.guards = Guards(
             self.model, self.plan.decision.mesh,
             every_steps=recipe.train.guard_every_steps, aliases=self.parallel.aliases,
@@ -461,28 +453,6 @@ class Trainer:
             ranks=decision.mesh.data_parallel,
             start=start,
         )
-
-    def _save(self, why: str) -> None:
-        WHERE.phase = "save"
-        self._learn_from(self.checkpointer.finish(self.number, why, samples=self.reading.samples))
-
-    def _save_beside(self, why: str) -> None:
-        """Begin to save this step's state; training goes on while it is written."""
-        WHERE.phase = "save"
-        self._learn_from(self.checkpointer.settle())
-        self._learn_from(self.checkpointer.begin(self.number, why, samples=self.reading.samples))
-        self.interval.started(self.number)
-
-    def _learn_from(self, saved: SavedCheckpoint | None) -> None:
-        """From a save: how often to save, and whether a stop's notice is long enough; told when it is not."""
-        if saved is None:
-            return
-        flush, budget = Flush(self.journal.longest_step, saved.seconds), self.stopping.budget
-        self.interval.saved(saved.step, saved.stall_seconds, saved.seconds, flushes=fits(flush, budget))
-        if not fits(flush, budget) and self.flushes:
-            self.flushes = False
-            loses = f"what was trained since the last save, up to {format_seconds(self.interval.seconds)} of work"
-            self.journal.fallback("a stop may come too soon for its save", told(flush, budget, loses))
 
     def evaluate(self, data: Any = None) -> Evaluation:
         """The loss and metrics over all of `data` (default: `valid`), the same on every rank.

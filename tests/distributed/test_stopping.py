@@ -1,6 +1,7 @@
 """A stop that comes in another phase than a step: it is agreed, kept short, and nothing is lost."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ trainer = sw.Trainer(
     model=lambda: Slow(1, 1),
     loss=lambda outputs, batch: sw.Loss((outputs - batch[1]).square().sum(), len(batch[1])),
     optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1e-4),
-    data=sw.Batches(torch.utils.data.TensorDataset(x, 2 * x), workers=0),
+    data=sw.Batches(torch.utils.data.TensorDataset(x, 2 * x), workers={workers}),
     global_batch=4, micro_batch=4, run="run",
     checkpoint=sw.CheckpointPolicy(every_steps=0, notice_seconds=0.4),
 )
@@ -73,11 +74,12 @@ LIMIT_SECONDS = 60
 
 
 @contextlib.contextmanager
-def started(folder: Path, stuck: int) -> "Iterator[subprocess.Popen[str]]":
+def started(folder: Path, stuck: int, workers: int = 0) -> "Iterator[subprocess.Popen[str]]":
     """A run that waits for a line inside the forward of its step `stuck`."""
-    (folder / "train.py").write_text(SCRIPT.format(stuck=stuck))
+    (folder / "train.py").write_text(SCRIPT.format(stuck=stuck, workers=workers))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "train.py"], cwd=folder, text=True, **pipes) as process:
+    command = [sys.executable, "train.py"]
+    with subprocess.Popen(command, cwd=folder, text=True, start_new_session=True, **pipes) as process:
         assert process.stdout is not None
         assert any(line == "stuck\n" for line in process.stdout)
         yield process
@@ -107,3 +109,12 @@ def test_a_save_that_comes_too_late_for_its_notice_is_told_and_still_made(tmp_pa
     assert (late[0].step, late[0].saved_step) == (2, 0)
     saved = [event for event in told(tmp_path) if isinstance(event, Saved)]
     assert [one.step for one in saved] == [3]
+
+
+def test_a_signal_to_the_whole_job_with_data_workers_alive_is_saved(tmp_path: Path) -> None:
+    """As a scheduler sends it: the workers get it too, and must not take with them the batch that a step waits for."""
+    with started(tmp_path, 2, workers=2) as process:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate("go on\n", LIMIT_SECONDS)
+        assert process.returncode == 75
+    assert [event.step for event in told(tmp_path) if isinstance(event, Saved)] == [2]
