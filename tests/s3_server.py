@@ -223,3 +223,13 @@ def held_until(event: threading.Event) -> Fault:
         return True
 
     return fault
+
+
+PASSING: dict[str, Fault] = {
+    "500": status(500, "InternalError"),
+    "503": status(503, "SlowDown"),
+    "429": status(429, "TooManyRequests"),
+    "not heard": unheard,
+    "answer lost": unanswered,
+}
+"""What passes by itself."""

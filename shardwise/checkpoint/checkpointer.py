@@ -23,7 +23,7 @@ from shardwise.checkpoint.exchange import Exchange
 from shardwise.checkpoint.interval import MOST_STEPS
 from shardwise.checkpoint.manifest import Damaged, Json, Manifest, digest_of, read_manifest
 from shardwise.checkpoint.restore import Names, Staged, apply, check_world, entries_of, names_of, stage
-from shardwise.checkpoint.retention import Committed, folder_name, look, retain
+from shardwise.checkpoint.retention import Committed, folder_name, look, retain, step_of
 from shardwise.checkpoint.saving import (
     FIRST_BACKOFF_SECONDS,
     LIMIT_SECONDS,
@@ -159,6 +159,7 @@ class Checkpointer:
         self._flight: Flight | None = None
         self._work: Work[tuple[Outcome, float]] | None = None
         self._manifests: dict[str, Committed] = {}
+        self._scores: tuple[int, dict[str, float]] = (-1, {})
         self._undeleted: tuple[str, ...] = ()
         self._outcome_read: Exchange | None = None
         self._signals = signals
@@ -470,8 +471,27 @@ class Checkpointer:
         )
         return manifest.step
 
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """What the weights after `step` gave on held-out data, for checkpoint.best: said before that step is saved."""
+        self._scores = (step, dict(values))
+
+    def pin(self, saved: SavedCheckpoint, why: str = "asked") -> None:
+        """Retention never deletes this one. On rank 0. Raises: CheckpointError where it is gone already; OSError."""
+        if not marks.pin(self.store, Path(saved.path).name, why):
+            raise CheckpointError(f"{saved.path} is no longer there.", fix="save and pin another")
+
+    def _score(self, current: str) -> None:
+        step, values = self._scores
+        if not self.policy.best or step != step_of(current):
+            return
+        try:
+            marks.evaluated(self.store, current, values)
+        except Exception as error:
+            self._undeleted += (f"{current} cannot be among the best: {type(error).__name__}: {error}",)
+
     def _retain(self, current: str) -> None:
         """No failure here fails the run."""
+        self._score(current)
         bad = {item.folder for item in self.skipped}
         done = retain(
             self.store, self._lineage, self.policy, current, session=self._session, bad=bad, known=self._manifests

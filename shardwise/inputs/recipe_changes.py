@@ -49,6 +49,20 @@ def changed(old: Recipe, new: Recipe) -> list[Change]:
     ]
 
 
+def fixed_keys(recipe: Recipe) -> dict[str, str]:
+    """What was given of the keys that a run may not change, as JSON: keys that later versions add change nothing."""
+    return {key: value for key, value in _leaves(_given(recipe), "").items() if not _may_change(key)}
+
+
+def _given(value: object) -> object:
+    """A struct's fields that are not at their defaults."""
+    if not isinstance(value, msgspec.Struct):
+        return msgspec.to_builtins(value)
+    fields = msgspec.structs.fields(value)
+    held = {field.name: getattr(value, field.name) for field in fields if getattr(value, field.name) != field.default}
+    return {name: _given(below) for name, below in held.items()}
+
+
 def _may_change(key: str) -> bool:
     return any(key == allowed or key.startswith(f"{allowed}.") for allowed in ALLOWED_CHANGES)
 

@@ -40,7 +40,7 @@ from shardwise.profiling import memory_use, probe
 from shardwise.resilience.guards import Guards
 from shardwise.resilience.leaving import in_order
 from shardwise.resilience.signals import StopSignals
-from shardwise.train import before_ranks, failure, opening, setup
+from shardwise.train import before_ranks, failure, opening, setup, storing
 from shardwise.train.additive import require_additive
 from shardwise.train.before_ranks import Built
 from shardwise.train.evaluate import Evaluation, evaluate
@@ -214,6 +214,7 @@ class Trainer:
         total = setup.total_steps(recipe, self.data, self.plan.decision.global_batch)
         with contextlib.ExitStack() as held:
             opened = opening.open_run(held, recipe, fresh=self.fresh)
+            self.kept = storing.open_store(held, recipe, opened, fresh=self.fresh)
             self.fresh = False  # a second run() of this Trainer goes on with the first one's run
             self.stopping = Stopping(setup.stop_budget(recipe), WHERE, self._steps_kept, self._say)
             held.callback(self.stopping.end)
@@ -395,7 +396,11 @@ class Trainer:
             state=ChainMap(self.state, own),
             policy=recipe.checkpoint,
             events=self.journal.events,
+            store=self.kept.store,
+            lineage=self.kept.lineage,
         )
+        self.kept.tell_with(self.journal.fallback)
+        storing.pass_over_fruitless(self.kept, opened)
         self.keeping = Keeping(self.checkpointer, interval, self.stopping.budget, self.reading, self.journal)
         trained = self.number
         self.number = self.checkpointer.resume()
@@ -405,6 +410,8 @@ class Trainer:
                 why="its weights are no longer those that a run starts with",
                 fix="make a new Trainer, or save before the loop is left (checkpoint.every_steps, trainer.save())",
             )
+        if self.number == 0:
+            storing.refuse_silent_start(self.kept, opened)
         WHERE.step = self.number
         self.keeping.started(self.number)
         self.guards = Guards(
@@ -471,6 +478,8 @@ class Trainer:
         if result is None:
             self._leave(asking.answer)
         self.journal.evaluated(self.number, result, time.perf_counter() - started)
+        if data is None:
+            self.checkpointer.evaluated(self.number, {"loss": result.loss, **result.metrics})
         return result
 
     def _require_open(self) -> None:
@@ -481,10 +490,13 @@ class Trainer:
                 fix="call this in the loop over trainer.run(...), or after it",
             )
 
-    def save(self) -> str:
-        """Save now; the committed checkpoint's folder. Collective."""
+    def save(self, *, pin: bool = False) -> str:
+        """Save now; the committed checkpoint's folder. With `pin`, retention never deletes it. Collective."""
         self._require_open()
-        return self.checkpointer.save(self.number, "asked", samples=self.reading.samples).path
+        saved = self.checkpointer.save(self.number, "asked", samples=self.reading.samples)
+        if pin:
+            ranks.on_main(lambda: self.checkpointer.pin(saved))
+        return saved.path
 
     def stop(self, reason: str = "") -> None:
         """End the run after this step. One rank is enough: the ranks agree in the next step, which is then dropped.

@@ -14,7 +14,7 @@ from shardwise.checkpoint.store import LocalStore
 from shardwise.checkpoint.store_errors import StoreError
 from shardwise.errors import CheckpointError, RecipeError
 from tests import s3_server
-from tests.s3_server import FaultyProxy, cut_short, held_until, status, truncated, unanswered, unheard
+from tests.s3_server import PASSING, FaultyProxy, cut_short, held_until, status, truncated
 
 # The laws of every Store, for the stores of this module's fixture.
 from tests.unit.test_checkpoint_store import (  # noqa: F401
@@ -140,14 +140,6 @@ def test_what_a_dead_writer_left_is_listed_and_can_be_deleted(server: int, bucke
 
 
 # ---------------------------------------------------------------- faults on the way
-
-PASSING = {
-    "500": status(500, "InternalError"),
-    "503": status(503, "SlowDown"),
-    "429": status(429, "TooManyRequests"),
-    "not heard": unheard,
-    "answer lost": unanswered,
-}
 
 
 @pytest.mark.parametrize("request_line", ["PUT .*partNumber=2", "POST .*uploads", "POST .*uploadId", "PUT .*/b$"])
