@@ -183,9 +183,9 @@ def retain(
 ) -> Retained:
     """After the commit of `current`: deletes what `policy` no longer keeps and what was never committed.
 
-    Deletes nothing before `current` is read back (`verify_commit`). One process may call it at a time. What fails is in
-    the notes: it never fails the run. A torn folder of another session goes once it is older than `current`; until
-    then it may be in progress, and stands in nobody's way.
+    Deletes nothing before `current` is read back (`verify_commit`); a damaged one is passed over from then on. One
+    process may call it at a time. What fails is in the notes: it never fails the run. A torn folder of another session
+    goes once it is older than `current`; until then it may be in progress, and stands in nobody's way.
     """
     try:
         step = verify_commit(store, current).step
@@ -196,7 +196,8 @@ def retain(
             pinned=[*marks.pinned(store), *in_flight], best=_best(store, listing, policy, bad),
         )  # fmt: skip
     except Exception as error:
-        return Retained(notes=(f"no old checkpoint was deleted: {type(error).__name__}: {error}",))
+        notes = [f"no old checkpoint was deleted: {type(error).__name__}: {error}"]
+        return Retained(notes=(*notes, *(_not_counted(store, current, error) if isinstance(error, Damaged) else ())))
     torn = [folder for folder in listing.torn if folder not in in_flight and _over(folder, session, step)]
     deleted, notes = _delete_all(store, [*torn, *old], known)
     left = {item.folder for item in listing.committed} | {item.folder for item in listing.broken}
@@ -239,6 +240,15 @@ def _open(store: Store, folder: str, lineage: str, found: Listing) -> None:
             found.committed.append(Committed(folder, manifest))
         else:
             found.foreign.append(folder)
+
+
+def _not_counted(store: Store, folder: str, error: Damaged) -> list[str]:
+    """What cannot be read back takes no other's place among the newest."""
+    try:
+        marks.pass_over(store, folder, f"it could not be read back after its commit: {error.why}")
+    except Exception as trouble:
+        return [f"{folder} was not marked as damaged: {type(trouble).__name__}: {trouble}"]
+    return []
 
 
 def _best(store: Store, listing: Listing, policy: CheckpointPolicy, bad: Collection[str]) -> list[str]:
