@@ -21,7 +21,7 @@ def trainer_of(folder: str, plan: dict[str, Any], **settings: Any) -> sw.Trainer
             "data": sw.Batches(UnevenTokens(30), workers=0),
             "valid": sw.Batches(UnevenTokens(11), workers=0),
             "global_batch": 12,
-            "micro_batch": 2,
+            "micro_batch": 3,
             "run": folder,
             "plan": plan,
             "precision": "fp32",
@@ -77,7 +77,7 @@ def named_losses(folder: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 def own_loop(plan: dict[str, Any]) -> list[list[float]]:
     """The parts without the Trainer."""
-    made = sw.init(plan, global_batch=12, micro_batch=2, precision="fp64")
+    made = sw.init(plan, global_batch=12, micro_batch=3, precision="fp64")
     torch.manual_seed(0)
     module = sw.parallelize(Decoder(arch(num_layers=4, num_kv_heads=4)).to(torch.float64), made)
     optimizer = sw.build_optimizer(module, lambda m: optimizer_of("adamw", m))
