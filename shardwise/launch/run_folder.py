@@ -4,7 +4,8 @@
     run/plan.json        the plan of the latest attempt
     run/lock             held (flock) by the first rank while it trains
     run/command.lock     held (flock) by `shardwise train` from before the ranks start until they have ended
-    run/events/  run/logs/  run/checkpoints/
+    run/events/  run/logs/
+    run/checkpoints/     unless checkpoint.store names a folder or URL for them: all else is appended to or locked
 
 `open_run` only looks. `held` is what the first rank does: lock, look, record the attempt.
 """
@@ -234,6 +235,12 @@ def planned_fork(source: str | Path, name: str, recipe: Recipe) -> tuple[Recipe,
         raise RunFolderError(f"--fork {name}: {target} is another run already.", fix="give a new name")
     if read_record(source) is None:
         raise RunFolderError(f"--fork {name}: there is no run in {source}.", fix="start it first, without --fork")
+    if recipe.checkpoint.store:
+        raise RunFolderError(
+            f"--fork {name}: the checkpoints of {source} lie in {recipe.checkpoint.store}.",
+            why="a fork begins with a copy in its own run folder, and they belong to that run's name",
+            fix="start another run, without --fork; or fork one whose checkpoint.store is left out",
+        )
     newest = newest_checkpoint(source)
     if newest is None:
         raise RunFolderError(f"--fork {name}: {source} has no committed checkpoint.", fix="start without --fork")
@@ -241,9 +248,12 @@ def planned_fork(source: str | Path, name: str, recipe: Recipe) -> tuple[Recipe,
 
 
 def newest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest committed checkpoint, a folder with a manifest, which is written last; None without one."""
+    """The newest committed checkpoint, a folder with a manifest, which is written last; None without one. What a run
+    passes over (checkpoint/marks.py) is no beginning either.
+    """
     committed = [path.parent for path in checkpoints_folder(folder).glob(f"*/{MANIFEST}")]
-    return max(committed, key=_step_of, default=None)
+    good = [path for path in committed if not path.with_name(f".passed-over-{path.name}").exists()]
+    return max(good, key=_step_of, default=None)
 
 
 def _step_of(checkpoint: Path) -> tuple[int, str]:

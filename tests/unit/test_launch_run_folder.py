@@ -173,6 +173,22 @@ def test_a_fork_takes_the_newest_committed_checkpoint_and_goes_on_when_asked_aga
     assert fork(folder, "other", asked) == forked
 
 
+def test_a_fork_begins_at_no_checkpoint_that_the_run_passes_over(folder: Path) -> None:
+    with held(folder, recipe(folder)):
+        good = committed(folder, 5)
+        bad = committed(folder, 10)
+        bad.with_name(f".passed-over-{bad.name}").write_bytes(b"{}")
+    assert planned_fork(folder, "other", recipe(folder))[1] == good
+
+
+def test_a_fork_of_a_run_whose_checkpoints_lie_at_a_url_is_refused(folder: Path) -> None:
+    with held(folder, recipe(folder)):
+        committed(folder, 5)
+    with pytest.raises(RunFolderError, match="lie in s3://bucket/mine"):
+        fork(folder, "other", recipe(folder, "checkpoint.store=s3://bucket/mine"))
+    assert fork(folder, "other", recipe(folder)).run == str(folder.parent / "other")
+
+
 def test_a_fork_of_nothing_or_onto_another_run_is_refused(folder: Path) -> None:
     with pytest.raises(RunFolderError, match="there is no run"):
         fork(folder, "other", recipe(folder))
