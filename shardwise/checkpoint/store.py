@@ -128,9 +128,12 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> list[str]:
         keys = []
+        top = self.root / prefix.rpartition("/")[0]
         with telling("listed", self.root):
-            for folder, _, names in os.walk(self.root, onerror=_unless_gone):
+            for folder, below, names in os.walk(top, onerror=_unless_gone):
                 relative = PurePosixPath(Path(folder).relative_to(self.root).as_posix())
+                # Of a large store only what can match is walked through.
+                below[:] = [name for name in below if Path(folder) != top or str(relative / name).startswith(prefix)]
                 keys += [str(relative / name) for name in names]
         return sorted(key for key in keys if key.startswith(prefix))
 
@@ -208,8 +211,10 @@ def _link_new(source: Path, target: Path) -> None:
 
 
 def _unless_gone(error: OSError) -> None:
-    """A folder that another process deletes meanwhile holds nothing; one that cannot be read is an error."""
-    if not isinstance(error, FileNotFoundError):
+    """A folder that another process deletes meanwhile, or a file of that name, holds nothing; one that cannot be read is
+    an error.
+    """
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 

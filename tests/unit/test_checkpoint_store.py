@@ -6,12 +6,15 @@ import pickle
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise.checkpoint.store import LocalStore, Piece, Store
 from shardwise.checkpoint.store_errors import ADVICE, StoreError, told
@@ -130,6 +133,9 @@ def test_list_gives_the_keys_with_a_prefix_in_order(store: Store) -> None:
     assert store.list() == ["s-1/x", "s-1/y", "s-2/x", "t"]
     assert store.list("s-1/") == ["s-1/x", "s-1/y"]
     assert store.list("none") == []
+    assert store.list("s-") == ["s-1/x", "s-1/y", "s-2/x"]
+    assert store.list("s-1/y") == ["s-1/y"]
+    assert store.list("none/at/all") == []
 
 
 def test_what_is_deleted_is_absent_and_may_be_deleted_again(store: Store) -> None:
@@ -193,6 +199,17 @@ def test_of_many_that_create_one_key_exactly_one_succeeds_and_its_value_stays(tm
     assert len(winners) == 1
     assert store.read("a/k") == str(winners[0]).encode() * 1000
     assert store.list() == ["a/k"]
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=3), max_size=8), st.text("ab/", max_size=4))
+def test_a_listing_is_what_begins_with_its_prefix(keys: list[list[str]], prefix: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        local, memory = LocalStore(folder), MemoryStore()
+        for key in ("/".join(parts) + "/k" for parts in keys):
+            for store in (local, memory):
+                store.write(key, [b"x"])
+        if not prefix.startswith("/"):
+            assert local.list(prefix) == memory.list(prefix)
 
 
 def test_keys_that_others_delete_meanwhile_are_no_error(tmp_path: Path) -> None:
