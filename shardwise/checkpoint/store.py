@@ -211,9 +211,7 @@ def _link_new(source: Path, target: Path) -> None:
 
 
 def _unless_gone(error: OSError) -> None:
-    """A folder that another process deletes meanwhile, or a file of that name, holds nothing; one that cannot be read is
-    an error.
-    """
+    """A folder that another process deletes meanwhile holds nothing, nor does a file; a closed one is an error."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 

@@ -36,9 +36,9 @@ class Kept(NamedTuple):
     lineage: str
 
     def tell_with(self, tell: Tell) -> None:
-        """Further tries of a store by URL are told so from now on."""
+        """Further tries of a store by URL are told so from now on, on rank 0; the others' stay on stderr, their log."""
         inner = self.store.store if isinstance(self.store, Leased) else self.store
-        if isinstance(inner, ObjectStore):
+        if isinstance(inner, ObjectStore) and ranks.is_main():
             inner.tell = tell
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from shardwise.checkpoint.lease import Lease
 from shardwise.checkpoint.object_store import ObjectStore
+from shardwise.events.reader import read
+from shardwise.events.values import Fallback
 from shardwise.inputs.recipe import Recipe
 from shardwise.launch import run_folder
 from shardwise.train.storing import lineage_of
@@ -46,6 +48,9 @@ def test_a_run_goes_on_from_its_store_on_a_machine_that_never_saw_it_and_through
         again = pool.run(2, WORK, folder=str(folder), store=BUCKET, port=proxy.port, steps=6)
         assert not proxy.faults
     assert again[0]["first"] == 4
+    told = [event for event in read(run_folder.events_path(folder, 1)) if isinstance(event, Fallback)]
+    assert len([event for event in told if "not read at try" in event.what]) == 2
+    assert all(BUCKET in event.what for event in told if "tried again" in event.what)
     assert [one["bits"] for one in again] == [one["bits"] for one in unbroken]
     assert again[0]["kept"] == [6, 4, 1]
     assert [name[:13] for name in again[0]["pinned"]] == ["step-00000001"]
