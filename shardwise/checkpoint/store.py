@@ -169,8 +169,8 @@ class LocalStore:
 def _write_back(file: BinaryIO, begun: int) -> int:
     """Has the disk begin with what is complete since byte `begun`, while more is written; how far it has begun.
 
-    Linux starts to write dirty pages back when told that nobody needs them. Here a file and its fsync take 0.6 of the
-    time that they take without (benchmarks/RESULTS.md, checkpoints).
+    Linux starts to write dirty pages back when told that nobody needs them. A file and its fsync took half the time
+    that they take without, at best (benchmarks/RESULTS.md, checkpoints).
     """
     end = file.tell()
     if end - begun < WRITE_BACK_BYTES:
