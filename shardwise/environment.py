@@ -9,6 +9,9 @@ import msgspec
 
 from shardwise.errors import RecipeError
 
+# Set by a `shardwise` command for all that it starts, and so a mark of everything that belongs to one job.
+JOB_LOGS = "SHARDWISE_JOB_LOGS"
+
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
     """Rank, world and address of one process. `launched` is False for plain `python train.py`."""
@@ -94,6 +97,20 @@ def cache_folder() -> Path:
 def watched() -> bool:
     """True where a `shardwise` command reads this process's events and draws the live line itself."""
     return os.environ.get("SHARDWISE_WATCHED") == "1"
+
+
+def job_logs() -> str | None:
+    """The folder of the logs of the `shardwise` command that started this process, and so of one job; None without."""
+    return os.environ.get(JOB_LOGS)
+
+
+def started_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def record_collectives(entries: int = 256) -> None:
+    """Have torch's recorder keep the last collectives of every process group that is made from here on."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(entries))
 
 
 def notice_seconds() -> float | None:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise import errors
-from shardwise.environment import ProcessIdentity, process_identity
+from shardwise.environment import ProcessIdentity, process_identity, record_collectives
 from shardwise.errors import ShardwiseError
+from shardwise.launch.heartbeat import HEART, waiting
 
 # Long enough for a slow first compile or load, short enough that a lost rank is named the same hour.
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
@@ -53,6 +54,7 @@ def start(identity: ProcessIdentity | None = None, *, timeout: datetime.timedelt
     identity = identity or process_identity()
     take_device(identity)
     if identity.world > 1 and not dist.is_initialized():
+        record_collectives()
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device_kind() == "cuda" else "gloo",
             init_method=f"tcp://{identity.master_addr}:{identity.master_port}" if not identity.launched else "env://",
@@ -79,7 +81,9 @@ def device() -> torch.device:
 def stop() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
+        before = HEART.phase("leaving")
         dist.destroy_process_group()
+        HEART.phase(before)
 
 
 def rank() -> int:
@@ -110,7 +114,8 @@ def barrier() -> None:
 def all_reduce_sum(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Sum in place over the ranks. Collective."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, group=group)
+        with waiting("all-reduce"):
+            dist.all_reduce(tensor, group=group)
     return tensor
 
 
@@ -132,12 +137,14 @@ def gather_json(value: Any) -> list[Any]:
         return [msgspec.json.decode(msgspec.json.encode(value)) for _ in range(world())]
     raw, device = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8), wire_device()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world())]
-    dist.all_gather(sizes, torch.tensor([raw.numel()], device=device))
-    longest = max(int(size) for size in sizes)
+    with waiting("gather of sizes"):
+        dist.all_gather(sizes, torch.tensor([raw.numel()], device=device))
+        longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: raw.numel()] = raw.to(device)
     pieces = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(world())]
-    dist.all_gather(pieces, padded)
+    with waiting("gather"):
+        dist.all_gather(pieces, padded)
     return [
         msgspec.json.decode(piece[: int(size)].cpu().numpy().tobytes())
         for piece, size in zip(pieces, sizes, strict=True)

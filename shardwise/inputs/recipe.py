@@ -173,6 +173,7 @@ class TrainSpec(Value, frozen=True):
 
     cluster: "local", or a file that `shardwise doctor --measure` wrote on this machine: the plan then knows its speed.
     devices: ranks on each node; "2:4" is four, and as few as two where others failed.
+    hang_seconds: a rank that makes no progress for so long in a step is named, and all are ended; 0 is never.
     """
 
     steps: Positive | None = None
@@ -186,6 +187,7 @@ class TrainSpec(Value, frozen=True):
     guard_every_steps: NonNegative = 100
     on_spike: Literal["tell", "roll_back", "pass_over"] = "tell"
     restarts: Restarts = Restarts()
+    hang_seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
 
 
 def device_span(devices: int | str) -> tuple[int, int] | None:

@@ -34,6 +34,7 @@ ALLOWED_CHANGES = (
     "train.restarts",
     "train.guard_every_steps",
     "train.on_spike",
+    "train.hang_seconds",
     "model.roles",
     "model.sequence_parallel",
 )

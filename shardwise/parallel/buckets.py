@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.launch.heartbeat import waiting
+
 # torch DDP's own default; a smaller first bucket starts the wire early in the backward pass.
 DEFAULT_CAP_BYTES = 25 * 2**20
 FIRST_CAP_BYTES = 2**20
@@ -161,9 +163,10 @@ class BucketedDataParallel:
             for slot in range(len(bucket.parameters)):
                 bucket.take_up(slot)
             self.works.append(self.communicate(bucket))
-        for work in self.works:
+        for bucket, work in zip(self.buckets, self.works, strict=True):
             if work is not None:
-                work.wait()
+                with waiting(f"sum of gradient bucket {bucket.index}"):
+                    work.wait()
         self.works.clear()
         self.arrived.clear()
         for bucket in self.buckets:

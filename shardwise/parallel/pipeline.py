@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise import ranks
 from shardwise.errors import ModelError, PlanInfeasible
+from shardwise.launch.heartbeat import waiting
 from shardwise.parallel.device_mesh import Mesh
 from shardwise.parallel.staging import Stage
 from shardwise.plan import schedules
@@ -68,7 +69,8 @@ class Wire:
 
     def receive_shape(self, sender: int) -> Shape:
         header = torch.empty(2 + MOST_DIMS, dtype=torch.int64, device=ranks.wire_device())
-        self.receive(header, sender).wait()
+        with waiting(f"shape from rank {self.ranks[sender]}"):
+            self.receive(header, sender).wait()
         dtype, dims, *size = header.tolist()
         return Shape(tuple(size[:dims]), DTYPES[dtype])
 
@@ -251,7 +253,8 @@ class _Run:
             self._receive_next(sender)
         work, tensor = self.inbox.pop(message)
         if work is not None:
-            work.wait()
+            with waiting(f"{message.kind} of stage {message.stage}, micro-batch {message.micro}"):
+                work.wait()
             # The next one of the channel crosses while this one is worked on.
             if self.coming[sender] and self._known_shape(self.coming[sender][0]) is not None:
                 self._receive_next(sender)

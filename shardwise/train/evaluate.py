@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.launch.heartbeat import HEART
 from shardwise.parallel.parallelize import Parallel
 from shardwise.train.loss import LossFunction, named
 from shardwise.train.step import Inputs, LocalSums, Work, agree, counted, loss_key, to_device
@@ -79,6 +80,7 @@ def _sums(
             sums.join(counted(parallel, parallel.pipeline, work, sums.key, len(work.micros)))
             continue
         for micro in micros:
+            HEART.beat()
             batch = to_device(micro.batch, parallel.device)
             args, kwargs = inputs(batch)
             sums.add(named(loss(module(*args, **kwargs), batch)), micro.weight)

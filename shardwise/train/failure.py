@@ -1,9 +1,11 @@
 """When a rank raises: one record of it in the run folder, one traceback on the screen, and the process ends at once."""
 
+import contextlib
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -13,17 +15,55 @@ from shardwise import ranks
 from shardwise.environment import process_identity
 from shardwise.errors import EXIT_FAILED, OutOfMemory, ShardwiseError
 from shardwise.events.values import Failed, from_line, to_line
+from shardwise.launch.heartbeat import HEART
 from shardwise.plan.plan import Decision
+from shardwise.resilience import watchdog
 
 
 class Where:
-    """Where this rank stands, for the message of an error: updated by the loop, read when something is raised."""
+    """Where this rank stands, for the message of an error: updated by the loop, read when something is raised.
+
+    Every change is a heartbeat.
+    """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        self.attempt = 0
-        self.step = 0
-        self.phase = "setup"
+        self._attempt, self._step, self._phase = 0, 0, "setup"
+
+    @property
+    def attempt(self) -> int:
+        return self._attempt
+
+    @attempt.setter
+    def attempt(self, number: int) -> None:
+        self._attempt = number
+        HEART.attempt(number)
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step = number
+        HEART.step(number)
+        watchdog.tell_compiling()
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._phase = name
+        HEART.phase(name)
+
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """A phase that may come up in any other, which it gives back."""
+        before, self.phase = self.phase, name
+        yield
+        self.phase = before  # not after an error, whose message names the phase that it came from
 
 
 WHERE = Where()
@@ -83,6 +123,7 @@ def end_with(error: BaseException) -> None:
 
     torch puts a buffer in place of sys.stderr while an exception hook runs, and `os._exit` would lose it.
     """
+    HEART.close()  # an end is no hang, however long the others take to follow
     screen = sys.__stderr__
     earlier = first_failure(WHERE)
     failed = record(error)

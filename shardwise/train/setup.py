@@ -59,6 +59,7 @@ class Settings:
     sequence_parallel: str | bool
     guard_every_steps: int
     on_spike: str = "tell"
+    hang_seconds: float = 60.0
     cluster: str = "local"
 
     def recipe(self) -> Recipe:
@@ -78,7 +79,7 @@ class Settings:
             "train": {
                 "precision": self.precision, "plan": _plan_keys(self.plan),
                 "evaluate_every_steps": self.evaluate_every_steps, "guard_every_steps": self.guard_every_steps,
-                "on_spike": self.on_spike,
+                "on_spike": self.on_spike, "hang_seconds": self.hang_seconds,
                 "cluster": self.cluster,
             },
             "checkpoint": msgspec.to_builtins(self.checkpoint),

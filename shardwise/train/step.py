@@ -18,6 +18,7 @@ from shardwise import ranks
 from shardwise.data.micros import MicroBatch, Micros
 from shardwise.data.order import seed_of
 from shardwise.errors import DataError, LossError, ModelError
+from shardwise.launch.heartbeat import HEART
 from shardwise.parallel.parallelize import LastStep, Parallel, parallel_of
 from shardwise.parallel.pipeline import Pipeline, signature_of
 from shardwise.parallel.staging import Split, Stage
@@ -139,6 +140,11 @@ class Work:
     phase: str = "forward"
     divisors: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+    def at(self, phase: str, micro: int = 0) -> None:
+        """Where it stands, also for whoever watches from outside."""
+        self.phase = phase
+        HEART.at(phase, micro)
+
     @property
     def key(self) -> str:
         return loss_key(self.loss, training=True)
@@ -165,7 +171,7 @@ def accumulate(parallel: Parallel, work: Work) -> LocalSums:
         sums = _accumulate(parallel, work)
     finally:
         torch.set_rng_state(callers)
-    work.phase = "gradient reduction"
+    work.at("gradient reduction")
     _every_parameter_has_a_gradient(parallel)
     parallel.finish_gradients()
     return sums
@@ -182,7 +188,7 @@ def _accumulate(parallel: Parallel, work: Work) -> LocalSums:
         if index == 0 and len(layout(parallel, sums).losses) > 1:
             divisors = work.divisors = _global_counts(parallel, work, sums)
         objective = _objective(losses, micro.weight, divisors) * work.scale
-        work.phase = "backward"
+        work.at("backward", index)
         parallel.gradients.before_backward(last=index == len(work.micros) - 1)
         objective.backward()
     return sums
@@ -211,7 +217,7 @@ def _pipelined(parallel: Parallel, pipeline: Pipeline, work: Work) -> LocalSums:
         return _objective(losses, work.micros[index].weight, divisors) * work.scale
 
     def before_backward(stage: int, last: bool) -> None:
-        work.phase = "backward"
+        work.at("backward")
         parallel.gradients.before_backward(stage=stage, last=last)
 
     pipeline.train(len(work.micros), call, before_backward, work.signature)
@@ -245,7 +251,7 @@ def _through(
     parallel: Parallel, work: Work, stage: Stage, index: int, received: torch.Tensor | None
 ) -> tuple[torch.Tensor, Any]:
     """One stage's forward of one micro-batch, and the batch."""
-    work.phase = "forward"
+    work.at("forward", index)
     batch = to_device(work.micros[index].batch, parallel.device)
     _seed(parallel, work, index, stage.index)
     args, kwargs = work.inputs(batch)
@@ -264,7 +270,7 @@ def _seed(parallel: Parallel, work: Work, index: int, stage: int = 0) -> None:
 
 
 def _forward(parallel: Parallel, work: Work, index: int) -> dict[str, Loss]:
-    work.phase = "forward"
+    work.at("forward", index)
     batch = to_device(work.micros[index].batch, parallel.device)
     _seed(parallel, work, index)
     args, kwargs = work.inputs(batch)

@@ -31,12 +31,14 @@ from shardwise.errors import (
 from shardwise.events.values import Event
 from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe
 from shardwise.launch import run_folder
+from shardwise.launch.heartbeat import AFTER, BEFORE
 from shardwise.launch.run_folder import RunState
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
 from shardwise.parallel.parallelize import parallel_of, parallelize, refuse_mixing
 from shardwise.plan.plan import Plan
 from shardwise.profiling import memory_use, probe
+from shardwise.resilience import watchdog
 from shardwise.resilience.guards import Guards
 from shardwise.resilience.leaving import in_order
 from shardwise.resilience.signals import StopSignals
@@ -125,6 +127,7 @@ class Trainer:
         sequence_parallel: str | bool = "auto",
         guard_every_steps: int = 100,
         on_spike: str = "tell",
+        hang_seconds: float = 60.0,
         cluster: str = "local",
     ) -> None:
         WHERE.phase = "setup"
@@ -138,7 +141,7 @@ class Trainer:
             run=setup.run_name(run), checkpoint=checkpoint, log=tuple(log), fp32_modules=tuple(fp32_modules),
             evaluate_every_steps=evaluate_every_steps, sync_batchnorm=sync_batchnorm, mixes_samples=mixes_samples,
             unused_parameters=tuple(unused_parameters), roles=roles or {}, sequence_parallel=sequence_parallel,
-            guard_every_steps=guard_every_steps, on_spike=on_spike, cluster=cluster,
+            guard_every_steps=guard_every_steps, on_spike=on_spike, hang_seconds=hang_seconds, cluster=cluster,
         )  # fmt: skip
         self.loss, self.state, self.inputs = loss, dict(state or {}), inputs
         recipe, made = settings.recipe(), plan if isinstance(plan, Plan) else None
@@ -148,10 +151,13 @@ class Trainer:
         self._take(optimizer(self.model))
         setup.require_optimizer(self.optimizer, self.model, self.plan.decision)
         self.schedule = schedule
+        WHERE.phase = BEFORE
 
     def _open(self, recipe: Recipe, plan: Plan | None, model: Any, fresh: bool, built: Built | None = None) -> None:
         self.fresh = fresh
         WHERE.folder = Path(recipe.run)
+        if not watchdog.why_not(recipe.train.hang_seconds):
+            watchdog.begin(WHERE.folder, recipe.train.hang_seconds)
         # What the loop's own body draws is the same on every rank and in every run of this seed.
         seed_generators(seed_of(recipe.seed, "loop"))
         module, initialize = (built.module, None) if built is not None else setup.build_model(model, recipe)
@@ -198,6 +204,7 @@ class Trainer:
         trainer._open(recipe, plan, setup.recipe_model(recipe), fresh)
         trainer._take(optimizers.build(recipe.optimizer, trainer.model))
         trainer.schedule = optimizers.schedule(recipe.optimizer.schedule)
+        WHERE.phase = BEFORE
         return trainer
 
     # ------------------------------------------------------------------ the loop
@@ -213,6 +220,8 @@ class Trainer:
         recipe = setup.with_end(self.plan.recipe, steps, epochs, tokens)
         total = setup.total_steps(recipe, self.data, self.plan.decision.global_batch)
         with contextlib.ExitStack() as held:
+            held.callback(setattr, WHERE, "phase", AFTER)
+            WHERE.phase = "setup"
             opened = opening.open_run(held, recipe, fresh=self.fresh)
             self.kept = storing.open_store(held, recipe, opened, fresh=self.fresh)
             self.fresh = False  # a second run() of this Trainer goes on with the first one's run
@@ -234,6 +243,7 @@ class Trainer:
             self._leave(asked)
         if self.number == 0 and recipe.train.evaluate_every_steps:
             self.evaluate()
+        WHERE.phase = "data"
         try:
             # Stopped after its last step, a run has nothing to train and still is to be finished.
             for micros in self.reading.steps() if self.number < total else ():
@@ -243,6 +253,7 @@ class Trainer:
                 yield step
                 if self._after(step.number, total):
                     break
+                WHERE.phase = "data"
             self._finish(total)
         except GeneratorExit:
             # `break` in the caller's loop keeps what was trained; after an exception the other ranks are not here.
@@ -467,10 +478,13 @@ class Trainer:
         A signal to stop cuts it short, saves, and leaves through SystemExit. Collective.
         """
         self._require_open()
-        WHERE.phase = "evaluate"
         chosen = self.valid if data is None else as_data(data)
         if chosen is None:
             raise TrainingFailed("There is nothing to evaluate on.", fix="give the Trainer valid=, or evaluate(data)")
+        with WHERE.within("evaluate"):
+            return self._evaluate(chosen, default=data is None)
+
+    def _evaluate(self, chosen: Any, *, default: bool) -> Evaluation:
         started = time.perf_counter()
         asking = Asking(self.signals)
         result = evaluate(self.model, self.parallel, chosen, self.loss, self.inputs, asking.told)
@@ -478,7 +492,7 @@ class Trainer:
         if result is None:
             self._leave(asking.answer)
         self.journal.evaluated(self.number, result, time.perf_counter() - started)
-        if data is None:
+        if default:
             self.checkpointer.evaluated(self.number, {"loss": result.loss, **result.metrics})
         return result
 
@@ -493,7 +507,8 @@ class Trainer:
     def save(self, *, pin: bool = False) -> str:
         """Save now; the committed checkpoint's folder. With `pin`, retention never deletes it. Collective."""
         self._require_open()
-        saved = self.checkpointer.save(self.number, "asked", samples=self.reading.samples)
+        with WHERE.within("save"):
+            saved = self.checkpointer.save(self.number, "asked", samples=self.reading.samples)
         if pin:
             ranks.on_main(lambda: self.checkpointer.pin(saved))
         return saved.path
