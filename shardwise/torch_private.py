@@ -144,8 +144,9 @@ class _WithoutData(FakeTensorMode):
             kind = type(arg)
             if kind is FakeTensor and arg.fake_mode is self and arg.constant is None and arg.layout is torch.strided:
                 # Among the keys are conjugate, negative, quantized, inference; the memory format follows from strides.
-                values += (kind, arg.dtype, arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device,
-                           arg.requires_grad, arg.untyped_storage().nbytes(), torch._C._dispatch_keys(arg).raw_repr())  # fmt: skip
+                keys = torch._C._dispatch_keys(arg).raw_repr()
+                place = arg.stride(), arg.storage_offset(), arg.fake_device, arg.untyped_storage().nbytes()
+                values += (kind, arg.dtype, arg.shape, *place, arg.requires_grad, keys)
             elif kind in self._SIMPLE:
                 values += (kind, arg)
             elif kind in (list, tuple, torch.Size):
