@@ -5,6 +5,7 @@ is not there. An empty update comes first, so that the step is what every later 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -122,28 +123,30 @@ def run_rank(
     names: Layout,
     shapes: dict[Hashable, Shape],
     world: type[FakeWorld] = FakeWorld,
+    *,
+    every: bool = False,
 ) -> tuple[RankRun, list[Call], list[str]]:
     """One rank through the engine: its run, its calls, and what was assumed.
 
-    Micro-batches that repeat what others do are seen twice and not run again. `shapes` of hidden tensors are kept from
-    stage to stage. Raises: RunFailed.
+    Micro-batches that repeat what others do are seen twice and not run again, unless `every` one shall be. `shapes` of
+    hidden tensors are kept from stage to stage. Raises: RunFailed.
     """
     started, mesh, said = time.perf_counter(), plan.decision.mesh, list[str]()
     sizes = micro_batch_sizes(plan, mesh.data_coord(kind.rank))
     coord = mesh.coord(kind.rank)
-    short = repeats.enough(plan.decision) if len(set(sizes)) == 1 else len(sizes)
+    short = sizes if every else repeats.enough(plan.decision, coord.pp, sizes)
     ran = _through_the_engine(plan, subject, kind.rank, names, shapes, world, sizes, short)
     calls = ran.calls
-    if short < len(sizes):
-        period = repeats.found(plan.decision, coord.pp, short, ran.marks, ran.calls)
-        if period is None:
-            ran = _through_the_engine(plan, subject, kind.rank, names, shapes, world, sizes, len(sizes))
+    if len(short) < len(sizes):
+        repeated = repeats.found(plan.decision, coord.pp, short, sizes, ran.marks, ran.calls)
+        if repeated is None:
+            ran = _through_the_engine(plan, subject, kind.rank, names, shapes, world, sizes, sizes)
             calls = ran.calls
         else:
-            calls = repeats.whole(period, ran.marks, ran.calls)
+            calls = repeats.whole(repeated, ran.marks, ran.calls)
             said.append(
-                f"{short} of {len(sizes)} micro-batches of a rank are run: those between make the same calls and hold "
-                "the same bytes, which was seen twice in a row"
+                f"not all of a rank's {len(sizes)} micro-batches are run: those left out make the same calls and hold "
+                "the same bytes as others, which was seen twice in a row"
             )
     seconds = time.perf_counter() - started
     rows = agreement.in_rows(mesh, calls)
@@ -153,9 +156,9 @@ def run_rank(
 
 def _through_the_engine(
     plan: Plan, subject: Subject, rank: int, names: Layout, shapes: dict[Hashable, Shape],
-    world: type[FakeWorld], sizes: Sequence[int], count: int,
+    world: type[FakeWorld], sizes: Sequence[int], run: Sequence[int],
 ) -> Ran:  # fmt: skip
-    """A step in which `count` of the micro-batches run; the others are there, and wait."""
+    """A step in which micro-batches of the sizes `run` run; the others of `sizes` are there, and wait."""
     mesh = plan.decision.mesh
     plan = msgspec.structs.replace(plan)  # each rank's own: one pipeline a plan is what the engine allows a process
     if plan.decision.schedule in schedules.SPLIT_BACKWARD:
@@ -181,8 +184,9 @@ def _through_the_engine(
         fake.watch.built(module)
         without_update(optimizer)
         fake.watch.states(optimizer)
-        batches = [lambda n=size: subject.batch(n) for size in sizes]
-        train(module, optimizer, subject, batches, fake.watch, run=count, doing=doing)
+        waiting = list((Counter(sizes) - Counter(run)).elements())
+        batches = [lambda n=size: subject.batch(n) for size in (*run, *waiting)]
+        train(module, optimizer, subject, batches, fake.watch, run=len(run), doing=doing)
         said = parallel.tensor.why if parallel.tensor is not None else ()
         return Ran(fake.watch.ledger.phases(), list(fake.watch.traffic.calls), list(fake.watch.marks), said)
 
