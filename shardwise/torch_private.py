@@ -210,6 +210,41 @@ def backward_to_weights(weights: list[nn.Parameter], rest: list[Any]) -> None:
     stage_backward_weight(iter(weights), rest)
 
 
+def weights_met_again(output: torch.Tensor, received: torch.Tensor, weights: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The weights that `backward_to_weights` cannot do: used in two places, one behind the other, with others between.
+
+    From the one place it would go back as far as the other, and what lies between is gone with those others' gradients.
+    """
+    from torch.distributed.pipelining import _backward
+
+    node_of = _backward._get_grad_fn_or_grad_acc
+    accumulating = {node_of(weight): weight for weight in weights if weight.requires_grad}
+    edges = _backward.construct_reverse_graph([node_of(output)])  # type: ignore[list-item]
+    groups = _backward.get_param_groups([node_of(received)], list(accumulating), edges)  # type: ignore[list-item, arg-type]
+    group_of = {node: index for index, group in enumerate(groups) for node in group["intermediates"]}
+    met = list[nn.Parameter]()
+    for index, group in enumerate(groups):
+        if len(group["intermediates"]) > 1 and _meets(group["intermediates"], index, group_of):
+            met += [accumulating[node] for node in group["params"]]
+    return met
+
+
+def _meets(places: set[Any], index: int, group_of: dict[Any, int]) -> bool:
+    """Whether the way back from one of these nodes leads to another of them past one of another group."""
+    stack = [(following, False) for place in places for following, _ in place.next_functions]
+    seen = set[tuple[Any, bool]]()
+    while stack:
+        node, past = stack.pop()
+        if node is None or (node, past) in seen:
+            continue
+        seen.add((node, past))
+        if past and node in places:
+            return True
+        past = past or group_of.get(node, index) != index
+        stack += [(following, past) for following, _ in node.next_functions]
+    return False
+
+
 def pipeline_order(schedule: str, pp: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
     """torch's own table of "zbv" or "dualpipev": of each pipeline rank (kind, stage, micro-batch), kinds F, B, I and W.
 

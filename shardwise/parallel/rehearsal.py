@@ -22,7 +22,7 @@ from shardwise.parallel.roles import Roles
 from shardwise.parallel.tensor_parallel import require_divisible
 from shardwise.plan import schedules
 from shardwise.plan.plan import Decision
-from shardwise.torch_private import tree_map
+from shardwise.torch_private import tree_leaves, tree_map, unsafe_view, weights_met_again
 
 # With numbers, forward of a few samples takes about a second on one CPU core at this size.
 MOST_PARAMETERS = 20_000_000
@@ -86,7 +86,32 @@ def _run(module: nn.Module, decision: Decision, spec: ModelSpec, call: Call, *, 
         if decision.mesh.pp > 1:
             hidden = None
             for stage in _stages(module, decision, spec, without_numbers):
-                hidden = stage(hidden, call.args, call.kwargs)
+                if decision.schedule in schedules.SPLIT_BACKWARD and hidden is not None:
+                    with torch.enable_grad():
+                        hidden = _goes_back_in_halves(stage, hidden, call, decision.schedule)
+                else:
+                    hidden = stage(hidden, call.args, call.kwargs)
+
+
+def _goes_back_in_halves(stage: staging.Stage, hidden: torch.Tensor, call: Call, schedule: str) -> Any:
+    """What the stage gives. Raises: ModelError for one of whose weights a split backward loses a part."""
+    received = hidden.detach().requires_grad_()
+    # A leaf may not be changed in place; as the pipeline does.
+    outputs = stage(unsafe_view(received, tuple(received.shape)), call.args, call.kwargs)
+    names = {p: canonical(name.replace("/", ".")) for name, p in stage.named_parameters()}
+    for output in tree_leaves(outputs):
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            continue
+        met = weights_met_again(output, received, list(names))
+        if met:
+            raise ModelError(
+                f"{', '.join(sorted(names[p] for p in met))}: used in two places of stage {stage.index}, one behind "
+                "the other, with other weights between.",
+                why=f"{schedule} makes the weights' gradients after the backward, and from the one place there is then "
+                "no way back to the other",
+                fix='train.plan.schedule = "1f1b", or a module of its own in each place',
+            )
+    return outputs
 
 
 def _stages(module: nn.Module, decision: Decision, spec: ModelSpec, without_numbers: bool) -> Sequence[staging.Stage]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -81,6 +82,17 @@ def test_blocks_that_are_not_there_are_refused_by_the_nearest_path() -> None:
     error = refused(user_modules.sound(), decision(pp=2), blocks="bloks")
     assert error.fix == 'blocks = "blocks"'
     accepted(user_modules.sound(), decision(pp=2), blocks="blocks")
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-zb", "zbv", "dualpipev"])
+def test_a_norm_in_two_places_of_a_block_is_refused_under_zero_bubble_and_both_fixes_lift_it(schedule: str) -> None:
+    split = msgspec.structs.replace(decision(pp=2, stages_per_rank=2), schedule=schedule)
+    error = refused(user_modules.one_norm_twice(), split)
+    assert error.what.startswith("blocks.1.norm.bias, blocks.1.norm.weight: used in two places of stage 1")
+    assert error.fix == 'train.plan.schedule = "1f1b", or a module of its own in each place'
+    accepted(user_modules.a_norm_each(), split)
+    accepted(user_modules.one_norm_twice(), decision(pp=2))
+    accepted(user_modules.sound(), split)
 
 
 def test_structure_is_refused_without_any_sample() -> None:

@@ -266,3 +266,22 @@ def test_parts_are_gathered_and_scattered_without_a_warning() -> None:
         assert whole.tolist() == part.tolist() == [1.0, 1.0, 1.0]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_weight_met_again_is_told_where_torch_fails_and_only_there(between: bool) -> None:
+    """A norm before and behind a layer with weights: torch's second half raises; behind a plain function not."""
+    norm, layer = nn.LayerNorm(3), nn.Linear(3, 3)
+    weights = [*norm.parameters(), *(layer.parameters() if between else ())]
+    received = torch.randn(2, 3, requires_grad=True)
+    middle = norm(received)
+    output = norm(layer(middle) if between else middle.tanh()).square()
+    met = torch_private.weights_met_again(output, received, weights)
+    assert {id(p) for p in met} == ({id(p) for p in norm.parameters()} if between else set())
+    rest = torch_private.backward_to_input(output, torch.ones_like(output), received, weights)
+    if between:
+        with pytest.raises(RuntimeError, match="second time"):
+            torch_private.backward_to_weights(weights, rest)
+    else:
+        torch_private.backward_to_weights(weights, rest)
+        assert all(weight.grad is not None for weight in weights)

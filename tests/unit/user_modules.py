@@ -33,6 +33,19 @@ class Block(nn.Module):
         return x * 1.5 if self.scaled else x
 
 
+class Twice(Block):
+    """One norm before the attention and before the feed-forward."""
+
+    def __init__(self, norms: int = 1) -> None:
+        super().__init__()
+        self.second = self.norm if norms == 1 else nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -123,6 +136,18 @@ def tied() -> nn.Module:
 
 def scaled_by_a_module() -> nn.Module:
     return Model("scale module")
+
+
+def one_norm_twice() -> nn.Module:
+    module = Model()
+    module.blocks = nn.ModuleList(Twice() for _ in range(4))
+    return module
+
+
+def a_norm_each() -> nn.Module:
+    module = Model()
+    module.blocks = nn.ModuleList(Twice(norms=2) for _ in range(4))
+    return module
 
 
 def short() -> nn.Module:
