@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import Plan as Plan
     from shardwise.ranks import is_main as is_main
     from shardwise.resilience.signals import StopSignals as StopSignals
+    from shardwise.resilience.watchdog import Watchdog as Watchdog
     from shardwise.train.loss import Loss as Loss
     from shardwise.train.loss import mean_per_sample as mean_per_sample
     from shardwise.train.own_loop import batches as batches
@@ -54,7 +55,7 @@ _HOME = {
     "init": "train.own_loop", "batches": "train.own_loop", "build_optimizer": "train.own_loop",
     "parallelize": "parallel.parallelize", "forward_backward": "train.step", "clip_grad_norm": "train.step",
     "check_ranks": "train.own_loop", "Checkpointer": "checkpoint.checkpointer", "is_main": "ranks",
-    "StopSignals": "resilience.signals",
+    "StopSignals": "resilience.signals", "Watchdog": "resilience.watchdog",
     # errors
     "ShardwiseError": "errors",
 }  # fmt: skip

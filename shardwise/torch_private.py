@@ -4,6 +4,7 @@ What begins with an underscore in torch, and why it is used:
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -473,9 +474,14 @@ def last_collectives() -> list[tuple[str, int, str, str]]:
     ]
 
 
-def around_compiling(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call these around every compilation of torch.compile's in this process, from now on."""
+def around_compiling(begin: Callable[[], None], end: Callable[[], None]) -> bool:
+    """Call these around every compilation of torch.compile's in this process, from now on; False where its compiler is
+    not loaded yet, which takes a second and happens before anything is compiled.
+    """
+    if "torch._dynamo.callback" not in sys.modules:
+        return False
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(lambda _: begin())
     callback_handler.register_end_callback(lambda _: end())
+    return True

@@ -7,16 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from shardwise.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE
 from shardwise.events.live import LiveLine
 from shardwise.events.reader import Tail
 from shardwise.events.values import AnyEvent, Compared, Step
-from shardwise.launch import local, run_folder, watch
+from shardwise.launch import hang, local, run_folder, watch
 from shardwise.launch.outcome import Cause, FirstFailure, cause_of, exit_code, first_failure
 from shardwise.launch.progress import Progress
 from shardwise.report import errors
 
 SHOWN_BYTES = 65536
+# The codes of ranks that ended by themselves: what they left is meant to outlive them, as an upload's service is.
+IN_ORDER = (EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE)
 
 
 class Followed(NamedTuple):
@@ -94,20 +96,25 @@ def follow(
     process = local.start(job)
     screen = Screen(watch.Output(logs), tail, quiet_stdout, progress)
     ended = _watched(process, screen.tick, came)
+    if ended.killed or ended.returned not in IN_ORDER:
+        watch.end_left(job)
     exits = watch.exits(logs, job.ranks, ended, process.pid)
     run = run or run_folder.told(job.tells)
     records = run_folder.failures(run, since) if run is not None else []
     failure = None
-    if ended.returned:
+    stuck = hang.found(logs)
+    if stuck is not None:
+        failure = hang.failure(stuck)
+    elif ended.returned:
         failure = first_failure(records, exits, watch.rank_logs(logs), ended.interrupted is not None)
     code = exit_code(ended.returned, screen.events, failure, exits, ended.interrupted)
     held = screen.output.held()
     if failure is None and code in (EXIT_DONE, EXIT_FAILED):
         screen.show(held, sys.stderr)
     screen.live.close()
-    shown = failure is not None and failure.rank == 0 and _was_shown(failure.text, screen.shown)
+    shown = failure is not None and (failure.rank == 0 or stuck is not None) and _was_shown(failure.text, screen.shown)
     code = EXIT_INTERRUPTED if ended.killed else code
-    cause = cause_of(code, failure, kernel_kills=local.kernel_kills() - kills)
+    cause = cause_of(code, failure, stuck=stuck is not None, kernel_kills=local.kernel_kills() - kills)
     return Followed(code, tuple(screen.events), cause, failure, shown, job.logs)
 
 

@@ -237,6 +237,21 @@ class Stopped(Event, frozen=True, tag="stopped"):
     exit_code: int
 
 
+class Hung(Event, frozen=True, tag="hung"):
+    """A rank made no progress for so long that all are ended. Told by the watcher; launch/hang.py says more.
+
+    rank, step, phase, state: of the first stuck one; folder: stacks and last collectives of all.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    state: str
+    quiet_seconds: float
+    why: str
+    folder: str
+
+
 class AttemptEnded(Event, frozen=True, tag="attempt_ended"):
     """An attempt is over. Told by the command, in events/attempts.jsonl.
 
@@ -291,6 +306,7 @@ AnyEvent = (
     | Failed
     | Compared
     | Stopped
+    | Hung
     | AttemptEnded
     | Finished
 )

@@ -78,14 +78,20 @@ def ask(
 
     Takes up to LIMIT_SECONDS for all ranks, and as long again for the processes below them.
     """
+    asked: set[int] = set()
     for rank, pid in pids.items():
         for path in (recorded_path(folder, rank), recorded_path(folder, rank).with_suffix(".done")):
             path.unlink(missing_ok=True)
-        _signal(pid)
+        if _signal(pid):
+            asked.add(rank)
         _knock(ask_path(folder, rank))
     deadline = clock() + LIMIT_SECONDS
-    own = {rank: _settled(stacks_path(folder, rank), 0, deadline, clock, pause) for rank in pids}
-    recorded = {rank: _recorded(recorded_path(folder, rank), deadline, clock, pause) for rank in pids}
+    own = {
+        rank: _settled(stacks_path(folder, rank), 0, deadline, clock, pause) if rank in asked else "" for rank in pids
+    }
+    recorded = {
+        rank: _recorded(recorded_path(folder, rank), deadline, clock, pause) if rank in asked else None for rank in pids
+    }
     deadline = clock() + LIMIT_SECONDS
     said = {}
     for rank, pid in pids.items():
@@ -148,14 +154,13 @@ def _size(path: Path) -> int:
 def _recorded(
     path: Path, deadline: float, clock: Callable[[], float], pause: Callable[[float], None]
 ) -> list[Recorded] | None:
-    found: list[Recorded] | None = None
-    while not found and clock() < deadline:
+    while True:
+        done, found = _size(path.with_suffix(".done")), None
         with contextlib.suppress(OSError, msgspec.DecodeError):
             found = msgspec.json.decode(path.read_bytes(), type=list[Recorded])
-            if _size(path.with_suffix(".done")):
-                break
+        if done or clock() >= deadline:
+            return found
         pause(0.01)
-    return found
 
 
 def where(stacks: str) -> At:

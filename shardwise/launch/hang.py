@@ -19,7 +19,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from shardwise.errors import EXIT_FAILED
 from shardwise.launch.heartbeat import UNWATCHED
+from shardwise.launch.outcome import FirstFailure
 
 # Named at nine tenths of the bound: the rest is for looking, and for the ranks to say where they are.
 PATIENCE = 0.9
@@ -205,6 +207,15 @@ def _line(seen: Seen) -> str:
         f"rank {seen.rank} ({seen.state}): step {seen.step}, {seen.phase}{micro}, {doing}, "
         f"quiet for {seen.quiet_seconds:.0f} s{at}"
     )
+
+
+def failure(hang: Hang) -> FirstFailure:
+    """As the failure that the others followed from."""
+    said = f"{hang.what}\n  why: {hang.why}\n  fix: {hang.fix}\n  stacks and last collectives: {hang.folder}"
+    return FirstFailure(
+        rank=hang.rank, text=said, exit_code=EXIT_FAILED, step=hang.step, phase=hang.phase, expected=True,
+        error=f"hang: {hang.phase}: {hang.why}",
+    )  # fmt: skip
 
 
 def write(path: Path, hang: Hang) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from shardwise.environment import child_environment, usable_cpus, visible_devices
+from shardwise.environment import JOB_LOGS, child_environment, usable_cpus, visible_devices
 from shardwise.errors import RecipeError
 from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster, parse_cluster
 
@@ -71,7 +71,13 @@ def variables(job: Job) -> dict[str, str]:
     """What the ranks' environment gets on top of this process's."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(job.devices)} if job.devices else {}
     tells = {"SHARDWISE_TELL_RUN": job.tells} if job.tells else {}
-    return {"PYTHONUNBUFFERED": "1", "SHARDWISE_WATCHED": "1" if job.watched else "0", **visible, **tells}
+    return {"PYTHONUNBUFFERED": "1", "SHARDWISE_WATCHED": "1" if job.watched else "0", JOB_LOGS: mark_of(job),
+            **visible, **tells}  # fmt: skip
+
+
+def mark_of(job: Job) -> str:
+    """The value of JOB_LOGS in the environment of everything that the job starts: where its logs lie."""
+    return str(Path(job.logs).absolute())
 
 
 def default_variables(job: Job) -> dict[str, str]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from shardwise.launch import local
+from shardwise.environment import JOB_LOGS
+from shardwise.launch import local, processes
 from shardwise.launch.outcome import RankExit, RankLog, rank_exits
 
 POLL_SECONDS = 0.05
@@ -90,6 +91,18 @@ def end_tree(process: "subprocess.Popen[bytes]") -> None:
     for pid in local.tree_pids(process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def end_left(job: local.Job, *, grace_seconds: float = 5.0, limit_seconds: float = 30.0) -> list[int]:
+    """After the end: end what the ranks left behind, whoever its parent is now; what not even a KILL ended.
+
+    The watcher beside the ranks does the same and is given the time for it.
+    """
+    mark = (JOB_LOGS, local.mark_of(job))
+    return processes.end_all(
+        lambda: set(processes.with_variable(*mark)) - {os.getpid()},
+        grace_seconds=grace_seconds, limit_seconds=limit_seconds,
+    )  # fmt: skip
 
 
 def rank_folders(logs: Path) -> dict[int, Path]:

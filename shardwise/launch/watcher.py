@@ -9,6 +9,7 @@ ranks have ended it ends what they left behind, and then itself.
 import contextlib
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ from typing import Any
 import msgspec
 
 from shardwise.environment import hostname
+from shardwise.events.values import Hung
+from shardwise.events.writer import EventWriter
 from shardwise.launch import dump, hang, heartbeat, processes
 from shardwise.launch.hang import Hang, Kind, Seen
 from shardwise.launch.heartbeat import Beat
@@ -28,8 +31,9 @@ from shardwise.launch.views import Views
 # TERM, and this much later KILL: the ranks are stuck, but what they started may have something to put away.
 GRACE_SECONDS = 3.0
 END_SECONDS = 25.0
-# Without a launcher ranks have this long to save and end: more than the longest notice that is kept (AWS: 120 s).
-ORPHANED_SECONDS = 135.0
+LAUNCHER_SECONDS = 15.0
+# Beyond their notice, where whoever started the ranks is gone: they were told to end by the kernel, and should have.
+ORPHANED_SECONDS = 5.0
 TREE_SECONDS = 2.0
 # For the run's folder, which may lie on a file system that does not answer; the hang is told on the screen anyway.
 FILES_SECONDS = 5.0
@@ -39,7 +43,7 @@ class Watched(msgspec.Struct, frozen=True):
     """What a watcher is told. folder: the node's heartbeats; run: the run's folder; logs: the launcher's, or empty.
 
     first, local, world: the node's first rank, how many it has, how many there are; launcher: the process that started
-    the ranks and would end them, 0 where none does.
+    the ranks and would end them, 0 where none does; notice_seconds: what a rank has to save once it is told to end.
     """
 
     folder: str
@@ -49,6 +53,7 @@ class Watched(msgspec.Struct, frozen=True):
     world: int
     hang_seconds: float
     launcher: int = 0
+    notice_seconds: float = 15.0
     logs: str = ""
 
 
@@ -181,7 +186,7 @@ def watch(watched: Watched) -> None:
             if watcher.hangs(seen):
                 handle(watcher, seen)
                 break
-            if watcher.orphaned_seconds > ORPHANED_SECONDS:
+            if watcher.orphaned_seconds > watched.notice_seconds + ORPHANED_SECONDS:
                 end = processes.end_all(watcher.left, grace_seconds=GRACE_SECONDS, limit_seconds=END_SECONDS)
                 _complain(end)
                 break
@@ -234,11 +239,29 @@ def handle(watcher: Watcher, seen: Sequence[Seen]) -> Hang:
     _bounded(lambda: _write(watcher.watched, found, said))
     _bounded(lambda: _say(hang.text(found)))
     left = processes.end_all(watcher.left, grace_seconds=GRACE_SECONDS, limit_seconds=END_SECONDS)
+    _end_launcher(watcher.watched)
     if left:
         found = msgspec.structs.replace(found, left=tuple(left))
         _bounded(lambda: _write(watcher.watched, found, {}))
         _complain(left)
     return found
+
+
+def _end_launcher(watched: Watched) -> None:
+    """A launcher of ours ends by itself once the ranks are gone, and is killed where it does not (it is stopped, say).
+
+    One that somebody else started may start the ranks again.
+    """
+    if not watched.logs or not watched.launcher:
+        return
+    one = processes.process(watched.launcher)
+    deadline = time.monotonic() + LAUNCHER_SECONDS
+    while one is not None and processes.alive(one) and time.monotonic() < deadline:
+        time.sleep(processes.POLL_SECONDS)
+    if one is not None:
+        processes.end_all(
+            lambda: [one.pid] if processes.alive(one) else [], grace_seconds=0.0, limit_seconds=GRACE_SECONDS
+        )
 
 
 def with_answers(seen: Seen, said: dump.Said, folder: Path) -> Seen:
@@ -286,6 +309,20 @@ def _write(watched: Watched, found: Hang, said: dict[int, dump.Said]) -> None:
         (folder / "summary.txt").write_text(hang.text(found) + "\n")
     if watched.logs:
         hang.write(Path(watched.logs) / name, found)
+    if watched.first == 0 and said:
+        _emit(Path(watched.run) / "events" / f"attempt-{found.attempt:03d}.jsonl", found)
+
+
+def _emit(path: Path, found: Hang) -> None:
+    """Into the attempt's events, in the place of the first rank, which cannot."""
+    if not path.exists():
+        return  # not a Trainer's run
+    event = Hung(
+        time=time.time(), rank=found.rank, step=found.step, phase=found.phase, state=found.state,
+        quiet_seconds=found.since_seconds, why=found.why, folder=found.folder,
+    )  # fmt: skip
+    with EventWriter(path) as events:
+        events.emit(event)
 
 
 def _say(text: str) -> None:
@@ -326,5 +363,8 @@ def _forget(watcher: Watcher) -> None:
 
 
 if __name__ == "__main__":
+    # It ends when the ranks have ended, and not before: whoever ends a job tells everything that belongs to it.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     watch(msgspec.json.decode(sys.argv[1], type=Watched))
     os._exit(0)  # a thread may still wait for a file system

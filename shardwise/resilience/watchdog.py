@@ -23,7 +23,9 @@ import msgspec
 from shardwise.environment import (
     ProcessIdentity,
     child_environment,
+    in_pod,
     job_logs,
+    notice_seconds,
     process_identity,
     record_collectives,
     started_by_torchrun,
@@ -32,6 +34,7 @@ from shardwise.errors import RecipeError
 from shardwise.launch import dump
 from shardwise.launch.heartbeat import AFTER, HEART, record_path
 from shardwise.launch.watcher import Watched
+from shardwise.resilience.budget import budget_of
 
 _PR_SET_PDEATHSIG = 1  # Source: prctl(2)
 # In memory, where there is such a place: a beat must not wait for a disk.
@@ -123,8 +126,10 @@ def _joined_by_hand() -> bool:
     return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def begin(run: Path, hang_seconds: float) -> None:
+def begin(run: Path, hang_seconds: float, notice: float | None = None) -> None:
     """Beat, be ready to answer, and on the node's first rank start the watcher; the second time nothing.
+
+    notice: seconds that a rank has to save once its launcher is gone; None: as its surroundings suggest.
 
     Raises: RecipeError.
     """
@@ -148,7 +153,8 @@ def begin(run: Path, hang_seconds: float) -> None:
     if started_by_torchrun():
         _end_with_launcher()
     if identity.local_rank == 0:
-        _start_watcher(folder, run, hang_seconds, identity)
+        notice = budget_of(notice, notice_seconds(), in_pod()).seconds
+        _start_watcher(folder, run, hang_seconds, identity, notice)
     tell_compiling()
     _begun = _Begun(stacks, answer)
 
@@ -212,11 +218,12 @@ def _end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _start_watcher(folder: Path, run: Path, hang_seconds: float, identity: ProcessIdentity) -> None:
+def _start_watcher(folder: Path, run: Path, hang_seconds: float, identity: ProcessIdentity, notice: float) -> None:
     watched = Watched(
         folder=str(folder), run=str(run.absolute()), first=identity.rank - identity.local_rank,
         local=identity.local_world, world=identity.world, hang_seconds=hang_seconds,
         launcher=os.getppid() if started_by_torchrun() else 0, logs=job_logs() or "",
+        notice_seconds=notice,
     )  # fmt: skip
     command = [sys.executable, "-m", "shardwise.launch.watcher", msgspec.json.encode(watched).decode()]
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -237,9 +244,8 @@ def tell_compiling() -> None:
     Asked at every step: torch's compiler takes a second to import, and is there once something is to be compiled.
     """
     global _compiling_told
-    if _compiling_told or not HEART.is_open or "torch._dynamo.callback" not in sys.modules:
+    if _compiling_told or not HEART.is_open or "torch" not in sys.modules:
         return
-    _compiling_told = True
     from shardwise.torch_private import around_compiling
 
-    around_compiling(lambda: HEART.within("compile"), lambda: HEART.within(""))
+    _compiling_told = around_compiling(lambda: HEART.within("compile"), lambda: HEART.within(""))

@@ -61,9 +61,10 @@ class Where:
     @contextlib.contextmanager
     def within(self, name: str) -> Iterator[None]:
         """A phase that may come up in any other, which it gives back."""
-        before, self.phase = self.phase, name
+        before, told, self._phase = self._phase, HEART.phase(name), name
         yield
-        self.phase = before  # not after an error, whose message names the phase that it came from
+        self._phase = before  # not after an error, whose message names the phase that it came from
+        HEART.phase(told)
 
 
 WHERE = Where()

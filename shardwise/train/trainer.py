@@ -31,7 +31,7 @@ from shardwise.errors import (
 from shardwise.events.values import Event
 from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe
 from shardwise.launch import run_folder
-from shardwise.launch.heartbeat import AFTER, BEFORE
+from shardwise.launch.heartbeat import AFTER, BEFORE, HEART
 from shardwise.launch.run_folder import RunState
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
@@ -157,7 +157,7 @@ class Trainer:
         self.fresh = fresh
         WHERE.folder = Path(recipe.run)
         if not watchdog.why_not(recipe.train.hang_seconds):
-            watchdog.begin(WHERE.folder, recipe.train.hang_seconds)
+            watchdog.begin(WHERE.folder, recipe.train.hang_seconds, setup.stop_budget(recipe).seconds)
         # What the loop's own body draws is the same on every rank and in every run of this seed.
         seed_generators(seed_of(recipe.seed, "loop"))
         module, initialize = (built.module, None) if built is not None else setup.build_model(model, recipe)
@@ -220,7 +220,7 @@ class Trainer:
         recipe = setup.with_end(self.plan.recipe, steps, epochs, tokens)
         total = setup.total_steps(recipe, self.data, self.plan.decision.global_batch)
         with contextlib.ExitStack() as held:
-            held.callback(setattr, WHERE, "phase", AFTER)
+            held.callback(HEART.phase, AFTER)
             WHERE.phase = "setup"
             opened = opening.open_run(held, recipe, fresh=self.fresh)
             self.kept = storing.open_store(held, recipe, opened, fresh=self.fresh)
