@@ -137,7 +137,7 @@ def hangs(ranks: Sequence[Seen], hang_seconds: float, longest: Mapping[Kind, flo
 
 def stuck_ones(ranks: Sequence[Seen]) -> tuple[list[Seen], bool]:
     """The ranks that the others wait for, by the strongest evidence there is; and whether all wait for each other."""
-    watched = [seen for seen in ranks if seen.phase not in UNWATCHED]
+    watched = [seen for seen in ranks if seen.phase not in UNWATCHED] or list(ranks)
     for state in ("lost", "gone", "stopped", "in the kernel"):
         if found := [seen for seen in watched if seen.state == state]:
             return found, False
