@@ -64,7 +64,7 @@ class Pool:
 
     def run(self, world: int, function: str, /, **arguments: Any) -> list[Any]:
         if any(rank.process.poll() is not None for rank in self.ranks):
-            self.close()  # One ended after its last answer: the test that it was for has passed, and others must not fail.
+            self.close()  # One ended after its last answer: others must not fail for that.
         while len(self.ranks) < world:
             self.ranks.append(Rank(len(self.ranks)))
         with tempfile.TemporaryDirectory() as folder:
