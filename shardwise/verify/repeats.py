@@ -65,11 +65,11 @@ def enough(decision: Decision, pp: int, sizes: Sequence[int]) -> tuple[int, ...]
     short = list(runs(sizes))
     if decision.schedule not in PERIODIC:
         return tuple(sizes)
-    # A place between others sends both ways, and takes up to two periods more than the first; in a run that is too
-    # short for that it is tried with fewer.
-    least = max(4, decision.mesh.pp + 2 + pp)
+    # The first place's messages pile up while it warms up. One between others sends both ways, which takes up to two
+    # periods more; in a run that is too short for that it is tried with fewer.
+    least = decision.mesh.pp + 2 + pp
     for index in range(len(short)):
-        for times in (least + 2, least + 1, least) if decision.schedule == "1f1b" else (4,):
+        for times in (least + 2, least + 1, least) if decision.schedule == "1f1b" and pp else (4,):
             cut = _cut(decision, pp, short, index, times)
             if cut is not None:
                 short[index] = cut
