@@ -93,17 +93,19 @@ def stage(
 
 
 def apply(staged: Staged, subject: Subject) -> None:
-    """Puts the staged state into the training: weights, optimizers, `state=`, data position, and RNG last."""
+    """Puts the staged state into the training: data position first, since data may refuse it and then nothing is
+    changed; weights, optimizers, `state=`; and RNG last.
+    """
+    fetch = staged.targets.__getitem__
+    if subject.data is not None:
+        subject.data.load_state_dict(unpack(_state(staged.manifest, "data"), fetch))
     with torch.no_grad():
         for name, target in staged.targets.items():
             local(target).copy_(staged.values[name])
-    fetch = staged.targets.__getitem__
     for name, optimizer in subject.optimizers.items():
         _apply_optimizer(_state(staged.manifest, join("optimizer", name)), optimizer, subject, fetch)
     for name in subject.state:
         _apply_state(name, unpack(_state(staged.manifest, join("state", name)), fetch), subject)
-    if subject.data is not None:
-        subject.data.load_state_dict(unpack(_state(staged.manifest, "data"), fetch))
     drawn = staged.state_of_draws()
     if drawn is not None:
         rng.restore(unpack(drawn, fetch))

@@ -56,7 +56,7 @@ def sentence(event: Event) -> str | None:
     if isinstance(event, DataPrepared):
         return _data(event)
     if isinstance(event, Resumed):
-        return f"resumed after step {event.step} from {event.path}"
+        return "\n".join((f"resumed after step {event.step} from {event.path}", *event.told))
     if isinstance(event, Evaluated):
         return f"step {event.step}: held-out loss {event.loss:.4f}{_metrics(event.metrics)}"
     if isinstance(event, Saved):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from torch import nn
 
@@ -406,6 +407,8 @@ class Trainer:
             data=self.reading,
             state=ChainMap(self.state, own),
             policy=recipe.checkpoint,
+            decision=msgspec.to_builtins(self.plan.decision),
+            plan=msgspec.to_builtins(self.plan),
             events=self.journal.events,
             store=self.kept.store,
             lineage=self.kept.lineage,
@@ -414,7 +417,7 @@ class Trainer:
         storing.pass_over_fruitless(self.kept, opened)
         self.keeping = Keeping(self.checkpointer, interval, self.stopping.budget, self.reading, self.journal)
         trained = self.number
-        self.number = self.checkpointer.resume()
+        self.number = self.checkpointer.resume(strict_world=False)
         if self.number == 0 and trained:
             raise TrainingFailed(
                 f"This Trainer has made {trained} steps that no checkpoint holds.",

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardwise as sw
 from shardwise import ranks
-from shardwise.checkpoint import Checkpointer
+from shardwise.checkpoint import Checkpointer, checkpointer
+from shardwise.checkpoint.regions import local
 from shardwise.errors import CheckpointError
 from shardwise.models.counter_rng import fill_normal_
 from shardwise.models.decoder import Decoder
@@ -128,14 +129,43 @@ def save(folder: str, plan: dict[str, Any], tied: bool = True) -> dict[str, Any]
     training.steps(2)
     saved = training.checkpointer.save(2)
     files = sum(path.stat().st_size for path in Path(saved.path).glob("rank-*"))
-    return {"bits": training.bits(), "bytes": saved.bytes, "on disk": files, "path": saved.path}
+    return {
+        "bits": training.bits(), "bytes": saved.bytes, "on disk": files, "path": saved.path,
+        "root": training.checkpointer.committed()[0].manifest.root,
+    }  # fmt: skip
 
 
 def load(folder: str, plan: dict[str, Any], tied: bool = True) -> dict[str, Any]:
-    """What a new training holds after it loaded another's checkpoint, and a step that it makes from there."""
+    """What a new training holds after it loaded another's checkpoint, the root of that when it saves it again at once,
+    and a step that it makes from there.
+    """
     training = Training(folder, plan, tied=tied)
     check(training.checkpointer.resume(strict_world=False) == 2, "another step")
-    return {"bits": training.bits(), "losses": training.steps(1)}
+    again = Checkpointer(f"{folder}-again-{ranks.world()}", training.module, training.optimizer)
+    again.save(2)
+    root = again.committed()[0].manifest.root
+    return {"bits": training.bits(), "root": root, "losses": training.steps(1)}
+
+
+def changed_on_the_way(folder: str, plan: dict[str, Any], name: str, rank: int) -> str:
+    """What a resume says where one rank's memory changes a bit of one tensor after it was verified."""
+    training = Training(folder, plan)
+    apply = checkpointer.apply
+
+    def changing(staged: Any, subject: Any) -> None:
+        apply(staged, subject)
+        target = staged.targets.get(name)
+        if ranks.rank() == rank and target is not None:
+            local(target).view(torch.int32).view(-1)[-1] ^= 1 << 30
+
+    checkpointer.apply = changing
+    try:
+        training.checkpointer.resume(strict_world=False)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpointer.apply = apply
+    return "loaded"
 
 
 def refused(folder: str, plan: dict[str, Any], fault: str) -> str:

@@ -54,15 +54,15 @@ def test_a_rank_holds_the_region_that_torch_cut(pool: Pool, mesh: str) -> None:
 @pytest.fixture(scope="module")
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each split saved, made when it is first asked for: its folder, and the bits of every logical tensor."""
-    made: dict[str, tuple[str, dict[str, str]]] = {}
+    made: dict[str, tuple[str, dict[str, str], str]] = {}
 
-    def get(name: str) -> tuple[str, dict[str, str]]:
+    def get(name: str) -> tuple[str, dict[str, str], str]:
         if name not in made:
             world, plan = SPLITS[name]
             folder = str(tmp_path_factory.mktemp("saved"))
             told = pool.run(world, f"{WORK}:save", folder=folder, plan=plan)
             assert {rank["bytes"] for rank in told} == {told[0]["on disk"]}
-            made[name] = folder, union(told)
+            made[name] = folder, union(told), told[0]["root"]
         return made[name]
 
     return get
@@ -79,11 +79,31 @@ def union(told: list[dict[str, Any]]) -> dict[str, str]:
 
 @pytest.mark.parametrize(("saver", "loader"), WAYS, ids=lambda name: name)
 def test_what_one_split_saved_another_loads_to_the_bit(pool: Pool, saved: Any, saver: str, loader: str) -> None:
-    folder, expected = saved(saver)
+    folder, expected, root = saved(saver)
     world, plan = SPLITS[loader]
     told = pool.run(world, f"{WORK}:load", folder=folder, plan=plan)
     assert union(told) == expected
+    assert len(root) == 32 and {rank["root"] for rank in told} == {root}
     assert len({tuple(rank["losses"]) for rank in told}) == 1
+
+
+@pytest.mark.parametrize(
+    ("loader", "name", "rank"),
+    [
+        ("one process", "model/blocks.1.ffn.up_proj.weight", 0),
+        ("zero 3", "optimizer/state/embed_tokens.weight/exp_avg", 2),
+        ("hybrid", "model/embed_tokens.weight", 3),
+        ("pp and tp", "model/norm.weight", 3),
+    ],
+)
+def test_a_bit_that_changes_after_it_was_verified_is_found_with_its_rank(
+    pool: Pool, saved: Any, loader: str, name: str, rank: int
+) -> None:
+    world, plan = SPLITS[loader]
+    said = pool.run(world, f"{WORK}:changed_on_the_way", folder=saved("zero 3")[0], plan=plan, name=name, rank=rank)
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"What was loaded is not what was saved: {name}.")
+    assert f"(rank {rank}: {name})" in said[0]
 
 
 @pytest.mark.parametrize("fault", ["copy", "groups"])
