@@ -174,7 +174,8 @@ def trained(folder: Path, plan: Plan) -> list[float]:
     logs.mkdir()
     (logs / "plan.json").write_bytes(plan.to_json())
     command = ("-m", "shardwise.train.worker", str(logs / "plan.json"))
-    job = local.Job(plan.decision.mesh.world, command, str(logs), plan.cluster.node.host_cores or 1, watched=True)
+    world, cores = plan.decision.mesh.world, plan.cluster.node.host_cores or 1
+    job = local.Job(world, command, str(logs), cores, watched=True, on_cpu=plan.cluster.kind == "cpu")
     process = local.start(job)
     try:
         ended = watch.watch(process, lambda: None)

@@ -135,7 +135,8 @@ def by_ranks(cluster: Cluster, folder: Path, seconds: float, show: Show) -> Meas
         }  # fmt: skip
         (there / "work").write_bytes(msgspec.json.encode(work))
         command = ("-m", "shardwise.train.probing", str(there / "work"))
-        job = local.Job(cluster.devices, command, str(there / "logs"), cores=cluster.node.host_cores or 1)
+        cores, on_cpu = cluster.node.host_cores or 1, cluster.kind == "cpu"
+        job = local.Job(cluster.devices, command, str(there / "logs"), cores, on_cpu=on_cpu)
         process = local.start(job)
         try:
             _stand_by(process, there / "progress", show)

@@ -57,6 +57,7 @@ def _job(asked: Asked, ranks: int, cluster: Cluster, logs: Path) -> local.Job:
         logs=str(logs),
         cores=cluster.node.host_cores or 1,
         tells=str(logs / "run.txt"),
+        on_cpu=cluster.kind == "cpu",
     )
 
 

@@ -94,6 +94,7 @@ def _job(made: Plan, logs: Path, devices: tuple[str, ...] = ()) -> local.Job:
         logs=str(logs),
         cores=made.cluster.node.host_cores or 1,
         watched=True,
+        on_cpu=made.cluster.kind == "cpu",
     )
 
 

@@ -21,6 +21,10 @@ from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster, pars
 
 # A rank that died must not be waited for by others that cannot see it: torchrun's own default is 30 s.
 SHUTDOWN_SECONDS = 10
+# What a step frees, the next one takes again. glibc by its defaults gives it back to the kernel, which clears each page
+# anew: 75,000 faults and 0.2 of 2.0 seconds in a step of a decoder of 11 million parameters (benchmarks/RESULTS.md).
+# Blocks of 32 MiB, the most that glibc allows here, and larger ones still go back. Source: mallopt(3).
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 _PR_SET_PDEATHSIG = 1  # Source: prctl(2)
 _LIBC = ctypes.CDLL(None)
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
@@ -30,7 +34,8 @@ class Job(msgspec.Struct, frozen=True):
     """Ranks on this machine. `command` follows `python`: a script, or "-m" and a module, and arguments.
 
     shutdown_seconds: between a TERM from torchrun and its KILL, as long as a save may take. devices: names of the GPUs,
-    one a rank; empty: as they are visible. tells: the file in which the Trainer says where its run lies.
+    one a rank; empty: as they are visible. tells: the file in which the Trainer says where its run lies. on_cpu: what a
+    step makes lies in host memory.
     """
 
     ranks: int
@@ -41,6 +46,7 @@ class Job(msgspec.Struct, frozen=True):
     shutdown_seconds: int = SHUTDOWN_SECONDS
     devices: tuple[str, ...] = ()
     tells: str = ""
+    on_cpu: bool = False
 
 
 def render(job: Job) -> list[str]:
@@ -85,7 +91,8 @@ def default_variables(job: Job) -> dict[str, str]:
 
     All ranks are on this machine: loopback needs no name to be resolved and no other interface.
     """
-    return {"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks)), "GLOO_SOCKET_IFNAME": "lo"}
+    kept = KEPT_MEMORY if job.on_cpu else {}
+    return {"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks)), "GLOO_SOCKET_IFNAME": "lo", **kept}
 
 
 def start(job: Job) -> "subprocess.Popen[bytes]":

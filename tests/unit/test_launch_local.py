@@ -6,11 +6,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shardwise.errors import RecipeError
 from shardwise.launch import local, watch
 from shardwise.launch.local import Job, cgroup_cpus, host_memory_bytes, render
+
+# The page faults of the third of three equal steps.
+STEPS = """
+import resource
+
+def step():
+    made = [bytearray(2**20) for _ in range(64)]
+    for one in made:
+        one[::4096] = bytes(256)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+step()
+before = step()
+print(step() - before)
+"""
 
 
 def job(logs: Path, script: Path, ranks: int = 1, *arguments: str) -> Job:
@@ -50,6 +66,14 @@ def test_nothing_to_start_is_an_error() -> None:
 def test_the_ranks_share_the_cores(cores: int, ranks: int, threads: str) -> None:
     made = local.default_variables(Job(ranks=ranks, command=("a.py",), logs="l", cores=cores))
     assert made["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_ranks_that_compute_in_host_memory_keep_it_between_steps(on_cpu: bool, tmp_path: Path) -> None:
+    program = script(tmp_path, STEPS)
+    _, texts = run(msgspec.structs.replace(job(tmp_path / "logs", program), on_cpu=on_cpu))
+    # A step writes 16,384 pages. Those of a few small objects may be new in any step.
+    assert (int(texts["stdout"]) < 1_000) == on_cpu
 
 
 def test_a_containers_limits_count() -> None:
