@@ -12,6 +12,7 @@ from shardwise.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from shardwise.checkpoint.completeness import not_kept as not_kept
     from shardwise.data.batches import Batches as Batches
     from shardwise.data.mixture import Mixture as Mixture
     from shardwise.data.stream import Stream as Stream
@@ -51,6 +52,7 @@ _HOME = {
     "Trainer": "train.trainer", "Step": "train.trainer", "Loss": "train.loss", "mean_per_sample": "train.loss",
     "constant": "optimizer.schedules", "linear": "optimizer.schedules", "cosine": "optimizer.schedules",
     "wsd": "optimizer.schedules", "Decoder": "models.decoder", "Split": "parallel.staging",
+    "not_kept": "checkpoint.completeness",
     # an own loop
     "init": "train.own_loop", "batches": "train.own_loop", "build_optimizer": "train.own_loop",
     "parallelize": "parallel.parallelize", "forward_backward": "train.step", "clip_grad_norm": "train.step",

@@ -19,6 +19,7 @@ from shardwise.checkpoint import marks
 from shardwise.checkpoint.arrival import check_arrival
 from shardwise.checkpoint.assembly import Header, machine
 from shardwise.checkpoint.background import Work
+from shardwise.checkpoint.completeness import Completeness, refuse
 from shardwise.checkpoint.exchange import Exchange
 from shardwise.checkpoint.interval import MOST_STEPS
 from shardwise.checkpoint.manifest import Damaged, Json, Manifest, digest_of, read_manifest
@@ -100,6 +101,7 @@ class Checkpointer:
     `run` is the run's folder: checkpoints lie in `checkpoints/` below it, unless a `store` is given.
     `lineage` tells runs in one store apart: only checkpoints of the same lineage are resumed from, or ever
     deleted. `plan`, and its `decision`, as JSON: what the manifest says of how the work was split.
+    `completeness` looks for state that is not kept.
     `holders`: where a model's parts lie on different ranks (a pipeline of your own), the ranks that hold the same part
     as this one; left out, those that sw.parallelize chose, else all.
 
@@ -133,6 +135,7 @@ class Checkpointer:
         plan_digest: str = "",
         decision: Json = None,
         plan: Json = None,
+        completeness: Completeness | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Raises: RecipeError naming a key of `state` that is neither tensors nor JSON values."""
@@ -166,6 +169,7 @@ class Checkpointer:
         self._events = events
         self._lineage, self._plan_digest, self._decision, self._plan = lineage, plan_digest, decision, plan
         self._clock = clock
+        self._completeness = completeness
         self._session, self._saves = "", 0
         _check_state(self.state)
 
@@ -250,7 +254,7 @@ class Checkpointer:
         folder = folder_name(step, self._lineage, self._session, self._saves)
         self._saves += 1
         header = Header(step, started, why, self._lineage, self._plan_digest, self._decision, samples, self._plan)
-        prepared = prepare(self.store, step, lambda: snapshot(self._subject))
+        prepared = prepare(self.store, step, self._taken)
         if prepared.low:
             self._say(Fallback(what="little room is left for checkpoints", why=prepared.low))
         if self._outcome_read is not None and ranks.is_main():
@@ -261,6 +265,16 @@ class Checkpointer:
             staged(task, self._buffer)
         self._work = work = Work(partial(self._carry_out, task), partial(self._after, task), f"shardwise-save-{step}")
         return Flight(step, why, folder, started, self._clock() - started, exchange, work)
+
+    def _taken(self) -> Snapshot:
+        """What is to be kept. Raises: CheckpointError at the first save where that is not all; later it is told."""
+        found = [] if self._completeness is None else self._completeness.found()
+        if self._saves == 1:
+            refuse((one.path, one.kind) for one in found)
+        for one in found:
+            why = f"{one.path} is a {one.kind} that changes, and nothing registers it"
+            self._say(Fallback(what="a checkpoint does not hold all of the state", why=why))
+        return snapshot(self._subject)
 
     def _carry_out(self, task: Task, given_up: threading.Event) -> tuple[Outcome, float]:
         """In the save's thread."""

@@ -16,6 +16,7 @@ from torch import nn
 from shardwise import ranks
 from shardwise.checkpoint import background
 from shardwise.checkpoint.checkpointer import Checkpointer
+from shardwise.checkpoint.completeness import Completeness, refuse, split_declared
 from shardwise.checkpoint.interval import Interval, record_of
 from shardwise.data.batches import as_data
 from shardwise.data.loader import seed_generators
@@ -144,7 +145,8 @@ class Trainer:
             unused_parameters=tuple(unused_parameters), roles=roles or {}, sequence_parallel=sequence_parallel,
             guard_every_steps=guard_every_steps, on_spike=on_spike, hang_seconds=hang_seconds, cluster=cluster,
         )  # fmt: skip
-        self.loss, self.state, self.inputs = loss, dict(state or {}), inputs
+        self.loss, self.inputs = loss, inputs
+        self.state, self.spared = split_declared(state or {})
         recipe, made = settings.recipe(), plan if isinstance(plan, Plan) else None
         built = before_ranks.before_joining(model, recipe, made, self.data, inputs)
         self.device = ranks.start()
@@ -201,7 +203,7 @@ class Trainer:
         failure.install()
         trainer.device = ranks.start()
         trainer.data, trainer.valid = setup.recipe_data(recipe)
-        trainer.loss, trainer.state, trainer.inputs = setup.next_token_loss, {}, "auto"
+        trainer.loss, trainer.inputs, trainer.state, trainer.spared = setup.next_token_loss, "auto", {}, []
         trainer._open(recipe, plan, setup.recipe_model(recipe), fresh)
         trainer._take(optimizers.build(recipe.optimizer, trainer.model))
         trainer.schedule = optimizers.schedule(recipe.optimizer.schedule)
@@ -409,6 +411,7 @@ class Trainer:
             policy=recipe.checkpoint,
             decision=msgspec.to_builtins(self.plan.decision),
             plan=msgspec.to_builtins(self.plan),
+            completeness=self._complete(),
             events=self.journal.events,
             store=self.kept.store,
             lineage=self.kept.lineage,
@@ -446,6 +449,19 @@ class Trainer:
             self.journal.fallback("the loss was not probed for mixing samples", self.not_probed)
         if self.not_tried:
             self.journal.fallback("the module was not run in its parts before training", self.not_tried)
+
+    def _complete(self) -> Completeness:
+        """Looks for state that no checkpoint would hold; what there is already is refused now, before training.
+
+        Collective. Raises: CheckpointError, on every rank.
+        """
+        arguments = {"model": self.model, "optimizer": self.optimizer, "data": self.data, "valid": self.valid,
+                     "schedule": self.schedule, "loss": self.loss, "inputs": self.inputs}  # fmt: skip
+        registered = [self.optimizer, *self.state.values(), *self.spared]
+        completeness = Completeness(arguments, [self.model], registered)
+        found = [[one.path, one.kind] for one in completeness.found()]
+        refuse((path, kind) for each in ranks.gather_json(found) for path, kind in each)
+        return completeness
 
     def _steps_kept(self) -> tuple[int, int]:
         """The newest step that is trained, and the newest that is committed. Called from a thread beside the loop."""

@@ -103,3 +103,41 @@ def of_a_stream(folder: str, steps: int) -> str:
         same = all(torch.equal(a, b.detach()) for a, b in zip(before, trainer.model.parameters(), strict=True))
         return f"{'unchanged' if same else 'changed'} {error}"
     return f"trained on {ranks.world()}"
+
+
+class Average:
+    """What people keep beside a model, and forget to register."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.weights = [parameter.detach().clone() for parameter in module.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+def incomplete(folder: str, plan: dict[str, Any], state: str) -> str:
+    """What a Trainer says of an average and a teacher in its loss, with `state=` for none, some or all."""
+    average, teacher = Average(nn.Linear(2, 2)), nn.Linear(2, 2)
+
+    def judged(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:
+        assert average.weights and not teacher.weight.grad
+        return loss(outputs, batch)
+
+    given = {
+        "none": {},
+        "all": {"average": average, "teacher": sw.not_kept(teacher)},
+        "some": {"average": average},
+    }[state]
+    trainer = sw.Trainer(
+        model=build, loss=judged, optimizer=lambda m: optimizer_of("adamw", m), data=sw.Batches(UnevenTokens(SAMPLES),
+        workers=0), global_batch=GLOBAL_BATCH, plan=plan, run=folder, state=given, mixes_samples="accept",
+    )  # fmt: skip
+    try:
+        steps = [step.number for step in trainer.run(steps=2)]
+    except sw.ShardwiseError as error:
+        return str(error)
+    (newest,) = Checkpointer(folder, nn.Linear(1, 1)).committed()
+    return f"{len(steps)} steps, {sorted(part for part in newest.manifest.state if 'trainer.' not in part)}"

@@ -110,3 +110,17 @@ def test_a_stream_goes_on_with_its_own_number_of_ranks_alone_and_says_why(pool: 
     assert said.startswith("unchanged The Stream cannot go on at the sample where it was stopped.")
     assert "stopped on 2 ranks, it is to go on with 3" in said
     assert pool.run(2, f"{WORK}:of_a_stream", folder=str(tmp_path), steps=4) == ["trained on 2"] * 2
+
+
+@pytest.mark.parametrize("split", ["zero 3 of 3", "pp and zero 1"])
+def test_what_a_trainer_reaches_and_does_not_keep_is_refused_before_it_trains(
+    pool: Pool, tmp_path: Path, split: str
+) -> None:
+    world, plan = SPLITS[split]
+    for state, expected in (("none", ["loss.average is a", "loss.teacher is a"]), ("some", ["loss.teacher is a"])):
+        (said, *others) = pool.run(world, f"{WORK}:incomplete", folder=str(tmp_path / state), plan=plan, state=state)
+        assert all(other == said for other in others)
+        assert said.startswith("A checkpoint would not hold all of the state: ") and "sw.not_kept(obj)" in said
+        assert [name for name in ("loss.average is a", "loss.teacher is a") if name in said] == expected
+    said = pool.run(world, f"{WORK}:incomplete", folder=str(tmp_path / "all"), plan=plan, state="all")
+    assert set(said) == {"2 steps, ['data', 'optimizer', 'state/average']"}
