@@ -96,6 +96,19 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return onednn_linear_operator()(x, weight, None, "none", [], "")
 
 
+def is_asked_for(edge: tuple[Any, int]) -> bool:
+    """In a function's backward: whether the backward under way goes on along this one of its `next_functions`.
+
+    `ctx.needs_input_grad` only says what could have a gradient: half a backward leaves the rest for later.
+    """
+    if edge[0] is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(edge[0]))
+    except RuntimeError:
+        return True  # it ends there: torch answers for leaves of autograd.grad by an error that says so
+
+
 def unsafe_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A view that autograd treats as a new tensor: for a result that nobody else holds."""
     return torch.ops.aten._unsafe_view(x, shape)

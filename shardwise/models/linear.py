@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.torch_private import has_onednn_linear, onednn_linear, unsafe_view
+from shardwise.torch_private import has_onednn_linear, is_asked_for, onednn_linear, unsafe_view
 
 
 class Linear(nn.Linear):
@@ -80,8 +80,9 @@ class _OneDnnLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        for_x = _multiply(gradient, weight.t()) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
+        # A zero-bubble pipeline asks for one, and for the other later.
+        for_x = _multiply(gradient, weight.t()) if is_asked_for(ctx.next_functions[0]) else None
+        if not is_asked_for(ctx.next_functions[1]):
             return for_x, None
         rows, inputs = gradient.flatten(0, -2), x.flatten(0, -2)  # [..., n] -> [tokens, n]
         return for_x, _multiply(rows.t(), inputs.t())  # [n, tokens], [k, tokens] -> [n, k]

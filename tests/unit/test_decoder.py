@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shardwise import torch_private
 from shardwise.inputs.arch import PRESETS, Arch
 from shardwise.models import inspect, linear
 from shardwise.models.decoder import Decoder, attend, generate, initialize_decoder, next_token_sums, rotate
@@ -173,3 +174,23 @@ def test_the_same_batch_gives_the_same_bits_twice():
         next_token_sums(module(tokens()), tokens())[0].backward()
         runs.append([p.grad for p in module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.skipif(not linear.onednn_is_faster(), reason="on this processor the linear layer is torch's own")
+def test_a_backward_in_two_halves_multiplies_as_often_as_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(linear.Linear(4, 6), nn.Tanh(), linear.Linear(6, 5))
+    weights, made = list(layers.parameters()), list[torch.Tensor]()
+    received = torch.randn(2, 3, 4, requires_grad=True)
+    counted = linear.onednn_linear
+
+    def counting(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        made.append(x)
+        return counted(x, weight)
+
+    monkeypatch.setattr(linear, "onednn_linear", counting)
+    output = layers(received)
+    assert len(made) == 2
+    rest = torch_private.backward_to_input(output, torch.ones_like(output), received, weights)
+    assert len(made) == 4
+    torch_private.backward_to_weights(weights, rest)
+    assert len(made) == 6

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,38 @@ def test_a_backward_in_two_halves_gives_the_gradients_of_one(scalar: bool) -> No
         torch_private.backward_to_weights(weights, rest)
     for found, wanted in zip([received.grad, *(w.grad for w in weights)], expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+class _Product(torch.autograd.Function):
+    """x times y, whose backward says what it was asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _Product.asked = tuple(torch_private.is_asked_for(edge) for edge in ctx.next_functions)
+        x, y = ctx.saved_tensors
+        return gradient * y, gradient * x
+
+    asked: tuple[bool, ...] = ()
+
+
+def test_a_backward_of_ones_own_learns_what_it_was_asked_for() -> None:
+    """Of a leaf x, of y that was made from another leaf, and of a constant."""
+    x, leaf = (torch.ones(2, requires_grad=True) for _ in range(2))
+    y = 2 * leaf
+    _Product.apply(x, y).sum().backward(retain_graph=True)
+    assert _Product.asked == (True, True)
+    for wanted, asked in ((x, (True, False)), (y, (False, True)), (leaf, (False, True))):
+        torch.autograd.grad(_Product.apply(x, y).sum(), wanted, retain_graph=True)
+        assert _Product.asked == asked
+        torch.autograd.backward(_Product.apply(x, y).sum(), inputs=[wanted], retain_graph=True)
+        assert _Product.asked == asked
+    _Product.apply(x, torch.ones(2)).sum().backward()
+    assert _Product.asked == (True, False)
 
 
 @pytest.mark.parametrize("schedule", schedules.V_SHAPED)
