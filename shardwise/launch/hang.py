@@ -96,7 +96,7 @@ class Hang(msgspec.Struct, frozen=True):
     @property
     def what(self) -> str:
         """One sentence."""
-        who = f"Rank {self.rank}" if len(self.stuck) == 1 else f"Ranks {', '.join(map(str, self.stuck))}"
+        who = _named(self.stuck).capitalize()
         host = next(seen.host for seen in self.ranks if seen.rank == self.rank)
         made = "has made" if len(self.stuck) == 1 else "have made"
         return f"{who} on {host} {made} no progress for {self.since_seconds:.0f} s, at step {self.step} ({self.phase})."
@@ -152,15 +152,22 @@ def stuck_ones(ranks: Sequence[Seen]) -> tuple[list[Seen], bool]:
     return [seen for seen in watched if (seen.step, seen.collectives) == behind], True
 
 
-def conclude(ranks: Sequence[Seen], *, attempt: int, folder: str, hang_seconds: float) -> Hang:
-    """The hang as it is told, of what all ranks said. `ranks` has at least one that is watched."""
+def conclude(ranks: Sequence[Seen], *, attempt: int, folder: str, hang_seconds: float, world: int = 0) -> Hang:
+    """The hang as it is told, of what all ranks said, at least one; `world`: how many there should be."""
     stuck, all_wait = stuck_ones(ranks)
     first = max(stuck, key=lambda seen: seen.quiet_seconds)
     why, fix = _reason(first, ranks, all_wait, hang_seconds)
+    if all_wait and (silent := sorted(set(range(world)) - {seen.rank for seen in ranks})):
+        why, fix = f"nothing was ever heard of {_named(silent)}", "look at their nodes, and at their logs"
     return Hang(
         rank=first.rank, phase=first.phase, step=first.step, since_seconds=first.quiet_seconds, state=first.state,
         why=why, fix=fix, stuck=tuple(seen.rank for seen in stuck), ranks=tuple(ranks), attempt=attempt, folder=folder,
     )  # fmt: skip
+
+
+def _named(numbers: Sequence[int]) -> str:
+    some = ", ".join(map(str, numbers[:8]))
+    return f"rank {some}" if len(numbers) == 1 else f"ranks {some}{' and others' if len(numbers) > 8 else ''}"
 
 
 def _reason(first: Seen, ranks: Sequence[Seen], all_wait: bool, hang_seconds: float) -> tuple[str, str]:

@@ -106,7 +106,7 @@ class Watcher:
                     self.longest[healthy[0]] = max(healthy[1], self.longest.get(healthy[0], 0.0))
         if now - self.tree_looked >= TREE_SECONDS:
             self.tree_looked = now
-            self._remember()
+            self.remember()
         gone = self.watched.launcher and processes.stat(self.watched.launcher) is None
         self.orphaned_seconds = self.orphaned_seconds + elapsed if gone else 0.0
         here = [self._seen(silence.beat, silence.seconds) for silence in self.silences.values() if silence.beat]
@@ -120,7 +120,7 @@ class Watcher:
             if seen is not None and seen.session == beat.pid:  # torchrun gives each rank a session of its own
                 self.sessions.add(beat.pid)
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
         """Who lies below each rank: a parent that is gone no longer tells."""
         for rank, one in self.ranks.items():
             known = self.below.setdefault(rank, {})
@@ -158,7 +158,7 @@ class Watcher:
 
         own_sessions: also what has made itself a session, as a service does that is to outlive an orderly end.
         """
-        self._remember()
+        self.remember()
         known = [*self.ranks.values(), *(one for below in self.below.values() for one in below.values())]
         living = {one.pid for one in known if processes.alive(one)}
         if not own_sessions:
@@ -222,6 +222,7 @@ def _pause(watcher: Watcher, ends: dict[int, int]) -> None:
 def handle(watcher: Watcher, seen: Sequence[Seen]) -> Hang:
     """Ask all ranks of the node, write and say what they told, and end them."""
     here = [one for one in seen if one.rank in watcher.ranks]
+    watcher.remember()
     said = dump.ask(
         watcher.folder,
         {rank: one.pid for rank, one in watcher.ranks.items()},
@@ -235,7 +236,10 @@ def handle(watcher: Watcher, seen: Sequence[Seen]) -> Hang:
         watcher.views.raised = True
         told += _answers_of_others(watcher, watcher.views, told, rest)
     told.sort(key=lambda one: one.rank)
-    found = hang.conclude(told, attempt=attempt, folder=str(folder), hang_seconds=watcher.watched.hang_seconds)
+    watched = watcher.watched
+    found = hang.conclude(
+        told, attempt=attempt, folder=str(folder), hang_seconds=watched.hang_seconds, world=watched.world
+    )
     _bounded(lambda: _write(watcher.watched, found, said))
     _bounded(lambda: _say(hang.text(found)))
     left = processes.end_all(watcher.left, grace_seconds=GRACE_SECONDS, limit_seconds=END_SECONDS)

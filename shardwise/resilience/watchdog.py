@@ -9,10 +9,12 @@ import ctypes
 import faulthandler
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +33,8 @@ from shardwise.environment import (
     started_by_torchrun,
 )
 from shardwise.errors import RecipeError
-from shardwise.launch import dump
-from shardwise.launch.heartbeat import AFTER, HEART, record_path
+from shardwise.launch import dump, processes
+from shardwise.launch.heartbeat import AFTER, HEART, read, record_path
 from shardwise.launch.watcher import Watched
 from shardwise.resilience.budget import budget_of
 
@@ -153,6 +155,7 @@ def begin(run: Path, hang_seconds: float, notice: float | None = None) -> None:
     if started_by_torchrun():
         _end_with_launcher()
     if identity.local_rank == 0:
+        _sweep(folder.parent)
         notice = budget_of(notice, notice_seconds(), in_pod()).seconds
         _start_watcher(folder, run, hang_seconds, identity, notice)
     tell_compiling()
@@ -175,6 +178,19 @@ def _own_folder(identity: ProcessIdentity) -> Path:
     if theirs:
         raise _no_folder(folder, "it belongs to somebody else")
     return folder
+
+
+def _sweep(parent: Path) -> None:
+    """Take away what a watcher left that was killed itself, once it is a day old."""
+    for old in parent.glob(f"shardwise-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > 86_400 and not any(_lives(record) for record in old.glob("*.beat")):
+                shutil.rmtree(old)
+
+
+def _lives(record: Path) -> bool:
+    beat = read(record)
+    return beat is not None and processes.stat(beat.pid) is not None
 
 
 def _no_folder(folder: Path, why: str) -> RecipeError:

@@ -1,8 +1,10 @@
 """Hangs of real ranks: who is named, what is told, and that nothing is left of them."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +98,70 @@ def test_the_stuck_rank_of_a_plain_loop_is_named_and_all_are_ended(tmp_path: Pat
     assert not found.left
 
 
+def heard_of(path: Path) -> None:
+    """Waits until a node has told how it is some times, so that the others have seen it speak."""
+    deadline, count = time.monotonic() + LIMIT, 0
+    while count < 20:
+        assert time.monotonic() < deadline, f"{path} does not grow older"
+        with contextlib.suppress(OSError, ValueError):
+            count = json.loads(path.read_text())["count"]
+        os.sched_yield()
+
+
+def test_a_node_that_falls_silent_is_lost_and_the_others_end(tmp_path: Path) -> None:
+    """Two agents of torchrun are two nodes; one of them is stopped with all that is below it, sockets left open."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                "--master-addr=127.0.0.1", f"--master-port={port}", "--local-addr=127.0.0.1", "--nproc-per-node=1",
+                "loop.py", "none",
+            ],
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    silent: list[int] = []
+    try:
+        assert agents[1].stdout is not None
+        assert any("CHILD" in line for line in agents[1].stdout)  # rank 1 is in its step 6
+        for node in (0, 1):
+            heard_of(tmp_path / "run" / "hangs" / "nodes" / f"node-0000{node}.json")
+        silent = processes.tree([agents[1].pid])
+        for pid in silent:
+            os.kill(pid, signal.SIGSTOP)
+        agents[0].communicate(timeout=LIMIT)
+        found = told(tmp_path)
+        assert (found.stuck, found.state) == ((1,), "lost"), found
+        assert "has not been heard of" in found.why
+        assert gone([seen.pid for seen in found.ranks if seen.rank == 0])
+    finally:
+        for pid in silent:
+            os.kill(pid, signal.SIGKILL)
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+
+
+def test_checkpoints_signals_and_watchdog_alone_in_a_plain_loop(tmp_path: Path) -> None:
+    example = str(Path(__file__).resolve().parents[2] / "examples" / "plain_loop.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    said = [
+        subprocess.run(
+            torchrun(tmp_path, 2, example), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT,
+            env=environment, check=True,
+        ).stdout
+        for _ in range(2)
+    ]  # fmt: skip
+    assert "begun after step 0" in said[0] and "begun after step 40" in said[1]
+    assert not (tmp_path / "runs" / "plain" / "hangs").exists()
+
+
 def pids(folder: Path) -> list[int]:
     found: list[int] = json.loads((folder / "run" / "events" / "attempt-001.jsonl").read_text().splitlines()[0])["pids"]
     return found
@@ -153,6 +219,38 @@ def test_what_is_slow_and_goes_on_is_left_alone(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "evaluated 16" in ended.stdout
     assert not (tmp_path / "run" / "hangs").exists()
+
+
+WORKER = """
+import os, time, torch
+from torch import nn
+import shardwise as sw
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, index):
+        if index > 60:
+            print("WORKER", os.getpid(), flush=True)
+            while True: time.sleep(1)
+        x = torch.full((4,), float(index))
+        return x, x.sum().reshape(1)
+trainer = sw.Trainer(model=lambda: nn.Linear(4, 1), loss=lambda o, b: sw.Loss((o - b[1]).square().sum(), len(b[1])),
+    optimizer=lambda m: torch.optim.SGD(m.parameters(), 1e-9),
+    data=sw.Batches(Data(), workers=1, shuffle=False), global_batch=2, run="run", hang_seconds=1.0)
+for step in trainer.run(steps=400): pass
+"""
+
+
+def test_a_data_worker_that_hangs_is_told_with_its_own_stack_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKER)
+    ended = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    found = told(tmp_path)
+    assert (found.rank, found.phase) == (0, "data"), ended.stderr
+    said = Path(found.folder, "rank-0.txt").read_text()
+    assert "below rank 0" in said and "in __getitem__" in said
+    worker = int(ended.stdout.split("WORKER ")[1].split()[0])
+    assert gone([worker, found.ranks[0].pid])
 
 
 @pytest.mark.parametrize("victims", ["command", "command and torchrun"])

@@ -115,6 +115,8 @@ def test_ranks_that_wait_in_different_calls_are_told_so() -> None:
     assert judged(*ranks)
     found = conclude(ranks, attempt=1, folder="f", hang_seconds=BOUND)
     assert found.why == "the ranks wait in different calls: all-reduce; gather"
+    half = conclude(ranks, attempt=1, folder="f", hang_seconds=BOUND, world=4)
+    assert half.why == "nothing was ever heard of ranks 2, 3"
 
 
 def test_who_holds_the_gil_is_known_by_its_silence_and_stacks_tell_who_waits() -> None:
