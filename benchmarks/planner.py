@@ -2,11 +2,12 @@
 
 Run: python -m benchmarks.planner [--cluster cluster.toml] [--steps 10] [--rounds 2] [--plans NAME,...] [--json FILE]
 
-Without --cluster the machine is measured first (`shardwise doctor --measure`, about a minute). A decoder of 11 million
-parameters, 16 samples of 256 tokens a step. Every plan is trained by `shardwise.train.worker`, as `shardwise train`
-would, in rounds; a plan's time is the median of its steps after the first three of each round. On two cores: one rank
-with two threads, and two ranks. The targets: predicted within 20 % of measured for at least 12 plans, and the plan that
-`plan = "auto"` takes within 5 % of the best one measured.
+Without --cluster the machine is measured first (`shardwise doctor --measure`, about a minute); with --json what was
+measured is kept beside FILE, and FILE is written after each round. Ranks import the checkout: where others edit it, run
+a copy. A decoder of 11 million parameters, 16 samples of 256 tokens a step. Every plan is trained by
+`shardwise.train.worker`, as `shardwise train` would, in rounds; a plan's time is the median of its steps after the
+first three of each round. On two cores: one rank with two threads, and two ranks. The targets: predicted within 20 % of
+measured for at least 12 plans, and the plan that `plan = "auto"` takes within 5 % of the best one measured.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,23 +90,30 @@ def main() -> None:
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--json", default="")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        cluster = parse_cluster(arguments.cluster) if arguments.cluster else measured_here(Path(scratch))
-        rows, choice = table(Path(scratch), cluster, arguments.plans.split(","), arguments.steps, arguments.rounds)
+    kept = Path(arguments.json) if arguments.json else None
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        probed = kept.with_suffix(".cluster.toml") if kept else scratch / "cluster.toml"
+        cluster = parse_cluster(arguments.cluster) if arguments.cluster else measured_here(probed)
+        for rows, choice in tables(scratch, cluster, arguments.plans.split(","), arguments.steps, arguments.rounds):
+            if kept:
+                kept.write_text(json.dumps(values(rows, choice), indent=1))
     print(text(rows, choice))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(values(rows, choice), indent=1))
 
 
-def measured_here(scratch: Path) -> Cluster:
-    """This machine, probed now."""
-    path = scratch / "cluster.toml"
+def measured_here(path: Path) -> Cluster:
+    """This machine, probed now, into a file."""
     measure.measure(measure.Asked(str(path)))
     return parse_cluster(str(path))
 
 
-def table(scratch: Path, cluster: Cluster, names: list[str], steps: int, rounds: int) -> tuple[list[Row], str]:
-    """A row a plan, and the name of the one that `plan = "auto"` takes: its own where it is none of the others."""
+def tables(
+    scratch: Path, cluster: Cluster, names: list[str], steps: int, rounds: int
+) -> Iterator[tuple[list[Row], str]]:
+    """After each round a row a plan, and the name of the one that `plan = "auto"` takes.
+
+    Its own where it is none of the others.
+    """
     plans = {name: planned(scratch, cluster, steps, *PLANS[name]) for name in names}
     auto = planned(scratch, cluster, steps, cluster.devices, None, AUTO)
     alike = [name for name, plan in plans.items() if same(plan.decision, auto.decision)]
@@ -114,6 +123,11 @@ def table(scratch: Path, cluster: Cluster, names: list[str], steps: int, rounds:
         for name, plan in plans.items():
             found[name] += trained(scratch / f"{name}-{number}", plan)
             print(f"round {number + 1}: {name} {statistics.median(found[name]):.3f} s", file=sys.stderr, flush=True)
+        yield rows_of(plans, found), alike[0] if alike else AUTO
+
+
+def rows_of(plans: dict[str, Plan], found: dict[str, list[float]]) -> list[Row]:
+    """Prediction beside the median of what was found. Raises: SystemExit where nothing is predicted."""
     rows = []
     for name, plan in plans.items():
         estimate = predict(plan)
@@ -121,7 +135,7 @@ def table(scratch: Path, cluster: Cluster, names: list[str], steps: int, rounds:
             raise SystemExit(f"{name} has no prediction")
         ends = estimate.step_seconds_interval
         rows.append(Row(name, plan, estimate.step_seconds, *ends, statistics.median(found[name])))
-    return rows, alike[0] if alike else AUTO
+    return rows
 
 
 def same(one: Decision, other: Decision) -> bool:
