@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from shardwise.cost import calibration
 from shardwise.cost.calibration import TimeConstants
 from shardwise.cost.candidates import Candidates
+from shardwise.cost.micro_time import Inputs
 from shardwise.cost.predicting import Interval, Predictions, predict
 from shardwise.cost.published import Row, rows
 from shardwise.cost.scored_model import memory_model
 from shardwise.cost.scoring import rotated, score
 from shardwise.cost.shape import stacked
-from shardwise.cost.step import Inputs, seconds, step, total
+from shardwise.cost.step import seconds, step, total
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
 from shardwise.report import score as report

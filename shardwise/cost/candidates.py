@@ -19,6 +19,11 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "cpu", "nvme")
 
 
+def in_a_v(schedule: NDArray[Any]) -> Flags:
+    """Whether the first rank holds the last stage too. (np.isin takes five times as long.)"""
+    return np.asarray((schedule == V_SHAPED[0]) | (schedule == V_SHAPED[1]))
+
+
 @dataclass(frozen=True)
 class Candidates:
     """Arrays of one length [n]. Meanings are those of plan.Decision and its MeshShape.

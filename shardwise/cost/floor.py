@@ -9,8 +9,9 @@ from shardwise.cost.candidates import RECOMPUTE, Candidates
 from shardwise.cost.compute import Floats, Pace
 from shardwise.cost.data_time import Windows, data_seconds, offload_seconds, optimizer_seconds
 from shardwise.cost.layer_time import Device
+from shardwise.cost.micro_time import Inputs, micro_of, units
 from shardwise.cost.probed import constants as with_measured
-from shardwise.cost.step import Inputs, Place, micro_of, numbers_held, units_of
+from shardwise.cost.step import Place, numbers_held
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
 
@@ -99,7 +100,7 @@ def _windows(
     inputs = replace(inputs, fabric=inputs.fabric.sustained(known))
     run = inputs.run
     device = Device(Pace.of(inputs.rates, known), inputs.fabric, known)
-    each = units_of(inputs.shape, device, micro_of(inputs, known), run)
+    each = units(inputs, device, micro_of(inputs, known), known)
     rank = each.layer.times(np.ceil(inputs.shape.layers / run.pp)) + each.embedding + each.head
     work = rank.forward + rank.backward
     busy = np.maximum(work.seconds, work.kernels * known.kernel_seconds)

@@ -7,7 +7,7 @@ DualPipeV, one more than ZB-V, read from its table.
 
 import numpy as np
 
-from shardwise.cost.candidates import SCHEDULES, V_SHAPED, Candidates, Counts, Flags
+from shardwise.cost.candidates import SCHEDULES, Candidates, Counts, Flags, in_a_v
 
 _GPIPE, _ONE_F_ONE_B, _INTERLEAVED, _INTERLEAVED_ZB, _ZBV, _DUAL_V = (SCHEDULES.index(name) for name in SCHEDULES[1:])
 
@@ -90,4 +90,4 @@ def holds_last(candidates: Candidates, place: Counts) -> Flags:
 
 
 def _in_a_v(candidates: Candidates) -> Flags:
-    return np.isin(candidates.schedule, V_SHAPED)
+    return in_a_v(candidates.schedule)

@@ -7,6 +7,7 @@ import numpy as np
 
 from shardwise.cost import compute
 from shardwise.cost.calibration import TimeConstants
+from shardwise.cost.candidates import Counts
 from shardwise.cost.communication import Fabric, Group, collective, nodes_reached
 from shardwise.cost.compute import Attention, Floats, Pace
 from shardwise.cost.shape import Projection, Shape
@@ -34,6 +35,11 @@ class Work:
     def times(self, factor: Floats | float) -> "Work":
         """That many of it."""
         return Work(*(getattr(self, f.name) * factor for f in fields(Work)))
+
+    def at(self, place: Counts) -> "Work":
+        """The rows there; what is alike in all stays one row."""
+        each = (getattr(self, f.name) for f in fields(Work))
+        return Work(*(one if len(one) == 1 else one[place] for one in each))
 
     @property
     def seconds(self) -> Floats:
@@ -80,6 +86,9 @@ class Passes:
 
     def times(self, factor: Floats | float) -> "Passes":
         return Passes(self.forward.times(factor), self.backward.times(factor))
+
+    def at(self, place: Counts) -> "Passes":
+        return Passes(self.forward.at(place), self.backward.at(place))
 
 
 @dataclass(frozen=True)

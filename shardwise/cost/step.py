@@ -6,19 +6,19 @@ each constant's own in calibration.toml.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
 from shardwise.cost.bubble import bubble
 from shardwise.cost.calibration import TimeConstants, time_constants
-from shardwise.cost.candidates import RECOMPUTE, V_SHAPED, Candidates
-from shardwise.cost.communication import Fabric, Group, collective
-from shardwise.cost.compute import Floats, Pace, Rates, numbers
+from shardwise.cost.candidates import Candidates, in_a_v
+from shardwise.cost.communication import Group, collective
+from shardwise.cost.compute import Floats, Pace
 from shardwise.cost.data_time import Held, Windows, data_seconds, offload_seconds, optimizer_seconds, waiting_seconds
-from shardwise.cost.layer_time import Device, Micro, Passes, Work, dense_layer, embedding, head, moe_layer
+from shardwise.cost.layer_time import Device, Micro, Work
+from shardwise.cost.micro_time import Inputs, Units, micro_of, units
 from shardwise.cost.probed import constants as with_measured
-from shardwise.cost.probed import speeds
 from shardwise.cost.run_numbers import Run
 from shardwise.cost.shape import Shape
 from shardwise.cost.workload import Workload
@@ -26,11 +26,6 @@ from shardwise.inputs.hardware import Cluster
 
 # Parts that links and networks set.
 COMMUNICATION = ("tensor_parallel", "context_parallel", "expert", "data_parallel", "pipeline_transfers")
-# Deterministic algorithms of torch fill every tensor before it is written: a kernel more for each, and its bytes, which
-# are two of the five that a norm (one of two) and a residual (one of three) move.
-# Source: docs.pytorch.org, torch.utils.deterministic.fill_uninitialized_memory.
-WRITTEN_SHARE = 0.4
-FULL, SELECTIVE = RECOMPUTE.index("full"), RECOMPUTE.index("selective")
 
 
 @dataclass(frozen=True)
@@ -57,31 +52,6 @@ class Step:
 def total(parts: dict[str, Floats]) -> Floats:
     """Their sum."""
     return np.asarray(sum(parts.values(), np.zeros(1)))
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """All that a step's time follows from, as numbers that broadcast: one row, or a row each."""
-
-    shape: Shape
-    rates: Rates
-    fabric: Fabric
-    run: Run
-    network_known: Floats
-
-    @classmethod
-    def of(cls, workload: Workload, cluster: Cluster, plans: Candidates) -> Self:
-        """Raises: RecipeError where the device's peak or bandwidth is not known."""
-        rates = Rates.of(cluster.device, workload.precision, cluster.measured)
-        if cluster.kind == "cpu" and np.any(plans.world != cluster.devices):
-            rates = rates.on(*speeds(cluster, plans.world))
-        return cls(
-            shape=Shape.of(workload.arch, workload.sequence_length),
-            rates=rates,
-            fabric=Fabric.of(cluster),
-            run=Run.of(workload, plans),
-            network_known=numbers(cluster.node.network is not None),
-        )
 
 
 def step(
@@ -130,7 +100,7 @@ def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
     inputs = replace(inputs, fabric=inputs.fabric.sustained(known))
     device = Device(Pace.of(inputs.rates, known), inputs.fabric, known)
     micro = micro_of(inputs, known)
-    each = units_of(shape, device, micro, run)
+    each = units(inputs, device, micro, known)
     place = _slowest(shape, run, each)
     rank = each.layer.times(place.layers) + each.embedding.times(place.embedding) + each.head.times(place.head)
     work = rank.forward + rank.backward
@@ -160,67 +130,6 @@ def seconds(inputs: Inputs, known: TimeConstants) -> dict[str, Floats]:
     }
 
 
-def micro_of(inputs: Inputs, known: TimeConstants) -> Micro:
-    """One micro-batch on one rank, as the layers' seconds are asked for."""
-    shape, run, fabric = inputs.shape, inputs.run, inputs.fabric
-    eager = np.where(run.fused_kernels > 0, known.pointwise_passes_fused, known.pointwise_passes)
-    passes = np.where(run.compiled > 0, known.pointwise_passes_compiled, eager)
-    kernels = known.kernels_per_layer * np.where(run.compiled > 0, known.kernels_compiled, 1.0)
-    return Micro(
-        tokens=run.micro_batch * shape.sequence / run.cp,
-        micro_batch=run.micro_batch,
-        tp=run.tp,
-        cp=run.cp,
-        ep=run.ep,
-        spread=np.where(run.sequence_parallel > 0, run.tp, 1.0),
-        passes=passes * (1 + WRITTEN_SHARE * run.deterministic),
-        kernels=kernels * (1 + run.deterministic) + known.kernels_per_collective * (run.tp > 1),
-        learning=run.learning,
-        fused_attention=run.fused_attention,
-        fused_kernels=run.fused_kernels,
-        tuned=np.where((run.weights > 0) & (run.masters > 0), 1.0, 0.0),
-        logit_bytes=np.where(run.fused_loss > 0, 4.0, 12.0),
-        tensor=Group.of(run.tp, np.ones(1), fabric),
-        context=Group.of(run.cp, run.tp, fabric),
-        experts=Group.of(run.ep, np.ones(1), fabric),
-    )
-
-
-class Units(NamedTuple):
-    """One micro-batch through a mean layer, through the embedding, and through the head with any prediction layers."""
-
-    layer: Passes
-    embedding: Passes
-    head: Passes
-
-    def seconds(self, unit: Passes) -> Floats:
-        return unit.forward.seconds + unit.backward.seconds
-
-
-def units_of(shape: Shape, device: Device, micro: Micro, run: Run) -> Units:
-    """Its seconds by unit: layers with experts and without weigh by how many there are."""
-    dense = _recomputed(dense_layer(shape, device, micro), run)
-    layer, last = dense, dense
-    if np.any(shape.moe_layers > 0):
-        sparse = _recomputed(moe_layer(shape, device, micro), run)
-        share = shape.moe_layers / shape.layers
-        layer = dense.times(1 - share) + sparse.times(share)
-        has = np.where(shape.moe_layers > 0, 1.0, 0.0)
-        last = dense.times(1 - has) + sparse.times(has)
-    top = head(shape, device, micro)
-    more = last.times(shape.prediction_layers) + top.times(shape.prediction_layers)
-    return Units(layer, embedding(shape, device, micro), top + more)
-
-
-def _recomputed(layer: Passes, run: Run) -> Passes:
-    """Full: the forward once more, with its collectives. Selective: norms, activations and the scores of attention."""
-    full, some = np.where(run.recompute == FULL, 1.0, 0.0), np.where(run.recompute == SELECTIVE, 1.0, 0.0)
-    f = layer.forward
-    none = np.zeros(1)
-    light = Work(none, f.attention * (1 - run.fused_attention), f.memory_bound, none, none, none, f.kernels / 2)
-    return Passes(f, layer.backward + f.times(full) + light.times(some))
-
-
 class Place(NamedTuple):
     """What the slowest rank of a pipeline has: layers, and the embedding and the head or not."""
 
@@ -239,7 +148,7 @@ def _slowest(shape: Shape, run: Run, each: Units) -> Place:
     last = fewest * run.stages_per_rank + np.floor(longer / run.pp)
     alone = run.pp == 1
     # In a V the first rank holds the last stage too.
-    folded = np.isin(run.schedule, V_SHAPED) & ~alone
+    folded = in_a_v(run.schedule) & ~alone
     at_end = (last * layer + top > first * layer + bottom) & ~folded
     one = np.ones(1)
     return Place(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, Candidates
+from shardwise.cost.micro_time import LEAST_ROWS
 from shardwise.cost.step import Step, step
 from shardwise.cost.workload import Trainable, Workload
 from shardwise.inputs.arch import preset
@@ -49,6 +50,20 @@ def test_many_plans_at_once_are_what_each_is_alone() -> None:
     together = step(SEVENTY, NODES, MANY).seconds
     alone = [step(SEVENTY, NODES, MANY.where(np.array([i]))).seconds[0] for i in range(len(MANY))]
     assert together == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("model", ["llama-3-70b", "deepseek-v3"])
+def test_work_that_plans_share_is_the_work_of_each(model: str) -> None:
+    """More rows than are told apart; not a bit differs."""
+    workload = Workload(preset(model), 4096, 512, "bf16")
+    chosen, rows = np.random.default_rng(0), 4 * LEAST_ROWS
+    degrees = {name: chosen.choice([1, 2, 4], rows) for name in ("pp", "tp", "cp", "dp_shard", "micro_batch")}
+    options = {"recompute": 3, "sequence_parallel": 2, "compiled": 2}
+    many = Candidates.of(**degrees, **{name: chosen.integers(0, most, rows) for name, most in options.items()})
+    together = step(workload, NODES, many).parts
+    alone = [step(workload, NODES, many.where(np.arange(i, i + LEAST_ROWS))).parts for i in range(0, rows, LEAST_ROWS)]
+    for name, part in together.items():
+        assert np.array_equal(part, np.concatenate([one[name] for one in alone]))
 
 
 def test_throughput_and_utilisation_follow_from_the_seconds() -> None:
