@@ -128,9 +128,29 @@ def unseal(raw: bytes, where: str) -> Manifest:
         sealed = msgspec.json.decode(raw, type=_Sealed)
         if digest_of(bytes(sealed.manifest)) != sealed.digest:
             raise _damaged(where, "its digest is not that of its content")
-        return msgspec.json.decode(sealed.manifest, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(where, str(error)) from error
+    fault = _foreign(manifest)
+    if fault:
+        raise _damaged(where, fault)
+    return manifest
+
+
+def _foreign(manifest: Manifest) -> str:
+    """What no save of ours writes: names that lead out of the folder, and chunks that are nowhere; "" without it."""
+    names = {file.name for file in manifest.files}
+    for name in sorted(names):
+        if name in ("", ".", "..", MANIFEST) or set(name) & set("/\\\0"):
+            return f"it names a file {name!r}, which is not one of its folder's"
+    for entry in manifest.tensors:
+        for chunk in entry.chunks:
+            sizes = (*chunk.shape, *chunk.offsets, chunk.start, chunk.bytes)
+            if chunk.file not in names or not len(chunk.shape) == len(chunk.offsets) == len(entry.shape):
+                return f"a chunk of {entry.name!r} is in no file of it, or has other dims than the tensor"
+            if min(sizes) < 0:
+                return f"a chunk of {entry.name!r} has a negative size or place"
+    return ""
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:

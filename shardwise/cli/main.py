@@ -168,6 +168,54 @@ def doctor(
     reported(lambda: verb.doctor(as_json), as_json)
 
 
+checkpoints = typer.Typer(
+    help="What checkpoints there are, whether they are whole, how they differ, what may go.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(checkpoints, name="checkpoints")
+Place = Annotated[str, typer.Argument(help="A run's folder, a checkpoint's folder, or a URL of checkpoints.")]
+
+
+@checkpoints.command("list", epilog="Example: shardwise checkpoints list runs/quickstart")
+def list_checkpoints(target: Place, as_json: AsJson = False) -> None:
+    """Step, when, world and plan, bytes, root, and whole, damaged or torn: by manifests and the files' ends."""
+    from shardwise.cli import checkpoints as verb
+
+    reported(lambda: verb.listed(target, as_json), as_json)
+
+
+@checkpoints.command("verify", epilog="Example: shardwise checkpoints verify runs/quickstart --json")
+def verify_checkpoints(target: Place, as_json: AsJson = False) -> None:
+    """Every byte of every file against its digest, and the root made anew; no torch, no ranks."""
+    from shardwise.cli import checkpoints as verb
+
+    reported(lambda: verb.verify(target, as_json), as_json)
+
+
+@checkpoints.command(epilog="Example: shardwise checkpoints diff runs/a runs/b/checkpoints/step-00000500-...")
+def diff(before: Place, after: Place, as_json: AsJson = False) -> None:
+    """Whether two checkpoints hold one state, whatever split saved them; else which tensors and values differ."""
+    from shardwise.cli import checkpoints as verb
+
+    reported(lambda: verb.diff(before, after, as_json), as_json)
+
+
+@checkpoints.command(epilog="Example: shardwise checkpoints prune runs/quickstart --keep 2 --dry-run")
+def prune(
+    target: Place,
+    keep: Annotated[
+        int | None, typer.Option("--keep", min=1, help="The newest so many, in place of checkpoint.keep.")
+    ] = None,
+    as_json: AsJson = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")] = False,
+) -> None:
+    """Delete what the run's policy no longer keeps; pinned and best ones stay, and the newest is read back before."""
+    from shardwise.cli import checkpoints as verb
+
+    reported(lambda: verb.prune(target, keep, as_json, dry_run), as_json)
+
+
 dev = typer.Typer(help="For those who test Shardwise itself.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(dev, name="dev")
 
