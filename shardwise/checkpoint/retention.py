@@ -189,8 +189,10 @@ def retain(
     """
     try:
         step = verify_commit(store, current).step
+        read_back = {current, *(known or {})}
         listing = look(store, lineage, known)
         bad = {*bad, *marks.passed_over(store)} - {current}
+        bad |= _damaged(store, listing, policy.keep, bad, read_back)
         old = surplus(
             listing.committed, keep=policy.keep, current=current, bad=bad, history=policy.history,
             pinned=[*marks.pinned(store), *in_flight], best=_best(store, listing, policy, bad),
@@ -240,6 +242,28 @@ def _open(store: Store, folder: str, lineage: str, found: Listing) -> None:
             found.committed.append(Committed(folder, manifest))
         else:
             found.foreign.append(folder)
+
+
+def _damaged(store: Store, listing: Listing, keep: int, bad: Collection[str], read_back: Collection[str]) -> set[str]:
+    """Of the newest that would be kept those that cannot be read back, which are passed over from now on.
+
+    A process that was killed may have left one that nobody has looked at. Raises: OSError.
+    """
+    found: set[str] = set()
+    whole = 0
+    for item in listing.committed:
+        if whole >= max(keep, 1):
+            break
+        if item.folder in bad:
+            continue
+        try:
+            if item.folder not in read_back:
+                verify_commit(store, item.folder)
+            whole += 1
+        except Damaged as error:
+            found.add(item.folder)
+            marks.pass_over(store, item.folder, f"it could not be read back: {error.why}")
+    return found
 
 
 def _not_counted(store: Store, folder: str, error: Damaged) -> list[str]:

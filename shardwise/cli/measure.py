@@ -143,6 +143,7 @@ def by_ranks(cluster: Cluster, folder: Path, seconds: float, show: Show) -> Meas
         finally:
             watch.end_tree(process)
             process.wait()
+            watch.end_left(job, grace_seconds=0.0)  # what was killed takes a moment to be gone
         if process.returncode or not (there / "result").exists():
             raise _failed(watch.rank_logs(there / "logs"), there / "logs" / "launcher.log")
         return msgspec.json.decode((there / "result").read_bytes(), type=Measured)

@@ -146,8 +146,9 @@ class Watcher:
         return told or hang.hangs(seen, self.watched.hang_seconds, self.longest)
 
     def ended(self) -> bool:
-        """Whether the ranks that have begun are all gone."""
-        return bool(self.ranks) and not any(processes.alive(one) for one in self.ranks.values())
+        """Whether the ranks that have begun are all gone; also those that went before the watcher could look."""
+        begun = any(silence.beat is not None for silence in self.silences.values())
+        return begun and not any(processes.alive(one) for one in self.ranks.values())
 
     def in_order(self) -> bool:
         """Whether every rank said its last word."""

@@ -3,6 +3,9 @@
 import itertools
 import os
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,13 +231,11 @@ def test_what_an_earlier_attempt_left_is_nobodys_voice(tmp_path: Path) -> None:
 
 
 def test_what_ignores_a_term_is_killed_and_what_is_named_is_gone() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the child's from its first moment
     child = os.fork()
-    if child == 0:
-        import signal
-
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        while True:
-            signal.pause()
+    while child == 0:
+        signal.pause()
+    signal.signal(signal.SIGTERM, before)
     assert processes.stat(child) is not None and child in processes.tree([os.getpid()])
     left = processes.end_all(
         lambda: [child] if processes.stat(child) is not None else [], grace_seconds=0.05, limit_seconds=30
@@ -260,3 +261,23 @@ def test_a_bound_of_nothing_is_refused(tmp_path: Path) -> None:
         watchdog.begin(tmp_path, 0.0)
     assert "hang_seconds = 0" in watchdog.why_not(0.0)
     assert watchdog.why_not(60.0) == ""
+
+
+def test_a_watcher_of_ranks_that_ended_before_it_could_look_ends_too(tmp_path: Path) -> None:
+    """A run of a few steps is over sooner than its watcher has started."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    heart = Heart()
+    heart.open(record_path(tmp_path, 0), rank=0, world=1)
+    raw = bytearray(record_path(tmp_path, 0).read_bytes())
+    watcher = Watcher(watched(tmp_path), None)
+    assert not watcher.ended()
+    watcher.look()
+    assert not watcher.ended()  # this process lives
+    own, other = os.getpid().to_bytes(4, "little"), gone.pid.to_bytes(4, "little")
+    assert own in raw
+    heart.close()
+    record_path(tmp_path, 0).write_bytes(bytes(raw.replace(own, other)))
+    late = Watcher(watched(tmp_path), None)
+    late.look()
+    assert late.ended()
