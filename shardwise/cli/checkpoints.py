@@ -59,7 +59,7 @@ def _run_of(checkpoints: Path) -> Path | None:
 def listed(target: str, as_json: bool) -> int:
     """What lies there, as far as manifests and the files' ends tell."""
     place = find(target)
-    with _told():
+    with told():
         items = [item for item in survey(place.store) if place.folder in ("", item.folder)]
     print(report.items_json(items) if as_json else report.items(items, str(place.store)))
     return EXIT_DONE
@@ -68,7 +68,7 @@ def listed(target: str, as_json: bool) -> int:
 def verify(target: str, as_json: bool) -> int:
     """Every byte of one checkpoint, or of all that were committed; 1 where one is not what was saved."""
     place = find(target)
-    with _told():
+    with told():
         names = (
             [place.folder] if place.folder else [item.folder for item in survey(place.store) if item.state != "torn"]
         )
@@ -93,10 +93,10 @@ def _audited(store: Store, folder: str) -> Audit:
 
 def diff(before: str, after: str, as_json: bool) -> int:
     """Two checkpoints; 0 where they hold the same state. A run stands for its newest."""
-    with _told():
-        told = compare(_one(before), _one(after))
-    print(report.difference_json(told) if as_json else report.difference(told))
-    return EXIT_DONE if told.same else EXIT_FAILED
+    with told():
+        found = compare(_one(before), _one(after))
+    print(report.difference_json(found) if as_json else report.difference(found))
+    return EXIT_DONE if found.same else EXIT_FAILED
 
 
 def _one(target: str) -> tuple[Store, str]:
@@ -117,7 +117,7 @@ def prune(target: str, keep: int | None, as_json: bool, dry_run: bool) -> int:
         raise RecipeError(f"Nothing says how many of {redacted(target)} to keep.", fix="--keep 3")
     policy = record.recipe.checkpoint if record is not None else CheckpointPolicy()
     policy = policy if keep is None else msgspec.structs.replace(policy, keep=keep)
-    with contextlib.ExitStack() as held, _told():
+    with contextlib.ExitStack() as held, told():
         store = _held(place, held, dry_run)
         done = _retained(store, policy)
     print(report.pruned_json(done, dry_run) if as_json else report.pruned(done, dry_run))
@@ -188,7 +188,7 @@ class _Untouched:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def told() -> Iterator[None]:
     """What a store refuses, as an error with its fix."""
     try:
         yield

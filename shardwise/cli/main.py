@@ -216,6 +216,20 @@ def prune(
     reported(lambda: verb.prune(target, keep, as_json, dry_run), as_json)
 
 
+@checkpoints.command("resume-check", epilog="Example: shardwise checkpoints resume-check runs/quickstart --steps 20")
+def resume_check(
+    target: Place,
+    begin: Annotated[int | None, typer.Option("--from", min=0, help="The step of the checkpoint to begin at.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="How many steps at most.")] = None,
+    as_json: AsJson = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be trained again; start nothing.")] = False,
+) -> None:
+    """Train again from an earlier checkpoint: losses, norms and root must be what the run recorded, to the bit."""
+    from shardwise.cli import resume_check as verb
+
+    reported(lambda: verb.resume_check(verb.Asked(target, begin, steps, as_json, dry_run)), as_json)
+
+
 dev = typer.Typer(help="For those who test Shardwise itself.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(dev, name="dev")
 

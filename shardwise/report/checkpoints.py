@@ -8,6 +8,7 @@ import msgspec
 
 from shardwise.checkpoint.audit import Audit, Fault, Item
 from shardwise.checkpoint.compare import Change, Difference, TensorDifference
+from shardwise.checkpoint.proof import Proof, Span
 from shardwise.checkpoint.retention import Retained
 from shardwise.units import format_bytes
 
@@ -107,3 +108,34 @@ def pruned(done: Retained, dry_run: bool) -> str:
 
 def pruned_json(done: Retained, dry_run: bool) -> str:
     return json.dumps({"deleted": done.deleted, "notes": done.notes, "dry_run": dry_run})
+
+
+def replay(span: Span, world: int) -> str:
+    """What would be replayed."""
+    root = "and the root" if span.last is not None else "(no checkpoint of that step: no root)"
+    ranks = f"{world} rank{'s' if world > 1 else ''}"
+    steps = f"steps {span.first.manifest.step + 1} to {span.until}"
+    return f"would train {steps} again on {ranks}, from {span.first.folder}: losses, norms {root}"
+
+
+def replay_json(span: Span) -> str:
+    last = "" if span.last is None else span.last.folder
+    return json.dumps({"first": span.first.folder, "until": span.until, "last": last, "dry_run": True})
+
+
+def proof(found: Proof) -> str:
+    """`the same: steps 5 to 8, loss and gradient norm to the bit, root 0123...`, or what differs first."""
+    begin, end = found.begins + 1, found.begins + found.steps
+    if found.same:
+        root = f", root {found.roots[0]}" if found.roots[0] else "; no root was saved at that step"
+        lines = [f"the same: steps {begin} to {end}, loss and gradient norm to the bit{root}"]
+    else:
+        lines = [f"not the same: step {found.step} of {begin} to {end}: {found.what}"]
+        lines += _some("tensors that differ", list(found.tensors))
+    if found.machine:
+        lines.append(f"this is not the machine that recorded it: {'; '.join(found.machine)}")
+    return "\n".join(lines)
+
+
+def proof_json(found: Proof) -> str:
+    return json.dumps({"same": found.same, **msgspec.to_builtins(found)})
