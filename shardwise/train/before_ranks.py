@@ -54,7 +54,7 @@ def before_joining(model: Any, recipe: Recipe, plan: Plan | None, data: Any, inp
         return None
     if plan is None:
         size = sum(p.numel() for p in module.parameters())
-        plan = rule_of_thumb.plan(recipe, size, local.probe_cluster(), world=world)
+        plan = rule_of_thumb.plan(recipe, size, local.cluster_here(recipe.train.cluster), world=world)
         check.require(plan, world)
     return Built(module, rehearsed(module, plan.decision, recipe, data, inputs))
 

@@ -36,10 +36,12 @@ def init(
     mixes_samples: str = "refuse",
     roles: Mapping[str, str] | None = None,
     sequence_parallel: str | bool = "auto",
+    cluster: str = "local",
 ) -> Plan:
     """Join the ranks and return the Plan for the world that came.
 
-    `global_batch` in samples; a plan that leaves zero open takes 0. Collective. Raises: RecipeError, PlanInfeasible.
+    `global_batch` in samples; a plan that leaves zero open takes 0; `cluster` is a recipe's `train.cluster`.
+    Collective. Raises: RecipeError, PlanInfeasible.
     """
     failure.install()
     ranks.start()
@@ -64,12 +66,12 @@ def init(
         },
         "data": {"given": "own loop"},
         "batch": {"global_batch": global_batch or ranks.world(), "micro_batch": micro_batch},
-        "train": {"precision": precision, "plan": msgspec.to_builtins(plan)},
+        "train": {"precision": precision, "plan": msgspec.to_builtins(plan), "cluster": cluster},
     }
     recipe = recipes.from_keys(keys, "sw.init")
 
     def decide() -> Any:
-        made = rule_of_thumb.plan(recipe, None, local.probe_cluster(), world=ranks.world())
+        made = rule_of_thumb.plan(recipe, None, local.cluster_here(recipe.train.cluster), world=ranks.world())
         check.require(made, ranks.world())
         return msgspec.to_builtins(made)
 

@@ -1,6 +1,8 @@
 """What was predicted beside what is measured: who has a prediction, who has a reason instead, and what is told."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.cli import plan as plan_verb
+from shardwise.errors import RecipeError
 from shardwise.events.values import Compared
 from shardwise.inputs.arch import PRESETS
 from shardwise.inputs.hardware import file
@@ -18,6 +21,7 @@ from shardwise.plan import automatic
 from shardwise.plan.prediction import predict, why_none
 from shardwise.report import summary
 from shardwise.train import setup
+from shardwise.train.before_ranks import before_joining
 from tests.unit.measured_machine import FACTS, probed
 
 
@@ -88,6 +92,25 @@ def test_a_trainer_s_token_data_has_a_known_length_and_is_searched() -> None:
     other = setup.make_plan(unknown, decoder)
     assert other.estimate is None
     assert "length of the samples" in why_none(other) or "shape" in why_none(other)
+
+
+def test_an_own_loop_is_planned_by_the_measured_file_that_it_names(tmp_path: Path) -> None:
+    """In a process of its own: init joins a group."""
+    path = tmp_path / "mine.toml"
+    path.write_text(file.as_toml(probed(FACTS, local.probe_cluster())))
+    said = f"import shardwise as sw; print(sw.init(cluster={str(path)!r}).cluster.measured.by)"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == FACTS.by, done.stderr
+
+
+def test_a_module_is_rehearsed_by_the_file_that_its_recipe_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    asked = small_recipe(plan={"tp": 2}, cluster=str(tmp_path / "nowhere.toml"))
+    with pytest.raises(RecipeError, match="There is no cluster file"):
+        before_joining(lambda: torch.nn.Linear(2, 2), asked, None, [], "auto")
 
 
 def test_a_recipe_that_names_a_measured_file_is_planned_by_it(
