@@ -7,7 +7,7 @@ import pytest
 from tests.docs.blocks import ROOT
 from tests.docs.coverage import BEGIN, END, Works, rows, table
 
-VERBS = ("plan", "verify", "train", "run", "doctor", "dev")
+VERBS = ("plan", "verify", "train", "run", "checkpoints", "doctor", "dev")
 
 
 @pytest.mark.parametrize("row", [row for row in rows() if isinstance(row, Works)], ids=lambda row: row.claim[:40])
