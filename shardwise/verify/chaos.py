@@ -35,6 +35,8 @@ STUCK_SECONDS = 180.0
 ORPHAN_SECONDS = 30.0
 # A file that a rank may still write once its disk is full: its logs and events go on elsewhere.
 FULL_DISK_BYTES = 4096
+# A moment may be a thousandth of a second: one that was not met in so many steps is given up for any other.
+PATIENCE_STEPS = 8
 # How long a disk stays full, until somebody makes room.
 FULL_DISK_SECONDS = 3.0
 
@@ -45,6 +47,7 @@ class Scratch(NamedTuple):
     folder: Path
     command: tuple[str, ...]
     logs: Path
+    devices: int
 
 
 def scratch(recipe: Path, overrides: Sequence[str], folder: Path, devices: int) -> Scratch:
@@ -52,7 +55,7 @@ def scratch(recipe: Path, overrides: Sequence[str], folder: Path, devices: int) 
     settings = [*overrides, f"run={folder / 'run'}", f"train.devices={devices}"]
     sets = [part for setting in settings for part in ("--set", setting)]
     command = (sys.executable, "-m", "shardwise", "train", str(recipe), *sets)
-    return Scratch(folder / "run", command, folder / "screens")
+    return Scratch(folder / "run", command, folder / "screens", devices)
 
 
 def undisturbed(run: Scratch) -> int:
@@ -176,7 +179,7 @@ class _Driver:
         self.findings: list[str] = []
         self.starts = 0
         self.watch = _Watch(run.folder)
-        self._open: _Open | None = None
+        self._open: list[_Open] = []  # a second one only while the command opens again after the first
         self._from = 0
         self._full: tuple[int, float] | None = None
         self._ever_committed = False
@@ -190,10 +193,10 @@ class _Driver:
             if code == EXIT_DONE:
                 self._survived(self.watch.step)
                 return True
-            if self._open is None:
+            if not self._open:
                 self.findings.append(f"start {self.starts} ended with code {code}, and no fault had come")
             else:
-                self._open.code = code
+                self._open[-1].code = code
                 self.told(f"  the command ended with {code}, and is started again")
         self.findings.append(f"the run was not finished after {self.starts} starts")
         return False
@@ -222,10 +225,16 @@ class _Driver:
                 f"start {self.starts} said nothing for {STUCK_SECONDS:.0f} s at step {self.watch.step}"
             )
             os.killpg(process.pid, signal.SIGKILL)
-        elif self._open is None and self.faults:
-            fault = self._next()
-            if self._is_time(fault, process.pid):
+        elif self.faults and self._may_come(fault := self._next()):
+            if self._is_time(fault):
                 self._inject(fault, process.pid)
+            elif self._is_missed(fault):
+                self.faults[self.faults.index(fault)] = fault._replace(moment="training")
+
+    def _may_come(self, fault: Fault) -> bool:
+        """One after another; but a start is there to be disturbed only because something ended the one before."""
+        started_again = all(one.code is not None and one.fault.moment not in STARTING for one in self._open)
+        return not self._open or (fault.moment in STARTING and not self.watch.stepped and started_again)
 
     def _next(self) -> Fault:
         """The first that can come now: a start that is over comes again only where something ended the one before."""
@@ -237,30 +246,38 @@ class _Driver:
     def _tick_steps(self) -> None:
         before, attempt = self.watch.step, self.watch.attempt
         steps = self.watch.look()
-        if not steps or self._open is None:
+        if not steps or not self._open:
             return
-        if self.watch.attempt > self._open.attempt:
+        first = self._open[0]
+        if self.watch.attempt > self._open[-1].attempt:
             begun_after = steps[0].step - 1
-            last = before if attempt == self._open.attempt else self._open.step
+            last = before if attempt == first.attempt else first.step
             self._survived(begun_after, max(0, last - begun_after))
-        elif self._open.fault.kind in QUIET:
+        elif first.fault.kind in QUIET:
             self._survived(self.watch.step)
 
     def _survived(self, step: int, lost: int = 0) -> None:
-        if self._open is None:
-            return
-        opened, self._open, self._from = self._open, None, step
-        seconds = time.monotonic() - opened.at
-        self.befell.append(Befell(opened.fault, opened.step, opened.code, lost, seconds))
+        for index, opened in enumerate(self._open):
+            seconds = time.monotonic() - opened.at
+            self.befell.append(Befell(opened.fault, opened.step, opened.code, 0 if index else lost, seconds))
+        self._open, self._from = [], step
 
-    def _is_time(self, fault: Fault, command: int) -> bool:
+    def _is_missed(self, fault: Fault) -> bool:
+        """Whether its moment was too short to be met for so long that it comes at another."""
+        return (
+            fault in self.faults
+            and self.watch.stepped
+            and self.watch.step >= self._from + fault.after_steps + PATIENCE_STEPS
+        )
+
+    def _is_time(self, fault: Fault) -> bool:
         if fault.moment in STARTING:
             # Some way into the start, at a time that was drawn: ranks take seconds to import.
             waited = time.monotonic() - self.watch.began > 3.0 * fault.draw
             return waited and self.watch.moment(fault.moment, 1)
         if self.watch.step < self._from + fault.after_steps:
             return False
-        return self.watch.moment(fault.moment, len(_ranks(command)))
+        return self.watch.moment(fault.moment, self.run.devices)
 
     def _inject(self, fault: Fault, command: int) -> None:
         try:
@@ -272,7 +289,7 @@ class _Driver:
                 self.faults.remove(fault)
             if fault.kind == "full disk":
                 self._full = _chosen(fault, command), time.monotonic()
-            self._open = _Open(fault, self.watch.attempt, self.watch.step, time.monotonic())
+            self._open.append(_Open(fault, self.watch.attempt, self.watch.step, time.monotonic()))
             self.told(f"{fault}, at step {self.watch.step}")
 
     def _look_for_orphans(self, pids: set[int]) -> None:
@@ -296,11 +313,19 @@ class _Driver:
 
 
 def _ranks(command: int) -> list[int]:
-    """The ranks' processes below the command, lowest process first."""
-    found = []
-    for pid in local.tree_pids(command)[1:]:
-        found += [one for one in local.worker_pids(pid) if one != pid]
-    return sorted(set(found)) or local.tree_pids(command)[1:2]
+    """The ranks' processes below the command, lowest process first; not the watcher that the first one starts."""
+    below = local.tree_pids(command)[1:]
+    for pid in below:  # parents first: the launcher comes before its ranks
+        if found := [one for one in local.worker_pids(pid) if one != pid]:
+            return sorted(found) if "torch.distributed.run" in _command_of(pid) else [pid]
+    return below[:1]
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _befall(fault: Fault, command: int, folder: Path) -> bool:
