@@ -350,24 +350,37 @@ class Checkpointer:
         return True
 
     def resume(self, *, strict_world: bool = True) -> int:
-        """Loads the newest checkpoint that is whole, and returns its step; 0 where there is none.
+        """Loads the newest checkpoint that is whole, and returns its step; 0 where there is none at all.
 
-        Every digest is verified, on all ranks, before anything is changed. A damaged checkpoint is said
-        (an event, and `skipped`) and the one before is taken. With `strict_world` another number of ranks
-        is refused; without, tensors are loaded for any world. What is not the same again then is told, random
+        Every digest is verified, on all ranks, before anything is changed. A damaged checkpoint, and one that a mark
+        passes over, is said (an event, and `skipped`) and the one before is taken. With `strict_world` another number
+        of ranks is refused; without, tensors are loaded for any world. What is not the same again then is told, random
         generators too (switch.py). Where there is a root, what has arrived in the training's tensors is summed up and
         compared with it.
 
-        Collective. Raises: CheckpointError where none of several is whole, or where the newest does not
+        Collective. Raises: CheckpointError where there are some and none can be taken, or where the newest does not
         fit the model, optimizer or `state`, naming the keys.
         """
+        step = self._newest(strict_world)
+        if not step and self.skipped:
+            raise CheckpointError(
+                f"None of the {len(self.skipped)} checkpoints in {self.store} can be resumed from.",
+                why="; ".join(f"{item.folder}: {item.why}" for item in self.skipped),
+                fix="restore one from a backup, or begin another run folder",
+            )
+        return step
+
+    def _newest(self, strict_world: bool) -> int:
+        """As `resume`, but 0 also where there are some and none can be taken. Collective."""
         self.settle()
         self.rest()
         candidates, skipped = self._candidates()
         self.skipped = tuple(skipped)
         current, names = self._look() if candidates else (Snapshot(), Names(set(), {}))
-        for folder, digest in candidates:
-            staged, trouble = self._on_all(partial(self._stage, folder, digest, strict_world, current, names))
+        for folder, digest, trouble in candidates:
+            staged = None
+            if not trouble:
+                staged, trouble = self._on_all(partial(self._stage, folder, digest, strict_world, current, names))
             if staged is not None:
                 apply(staged, self._subject)
                 entries = entries_of(staged.manifest, self._subject.role)
@@ -375,12 +388,6 @@ class Checkpointer:
                 return self._resumed(folder, staged.manifest)
             self.skipped = (*self.skipped, Skipped(folder, trouble))
         self._say_skipped()
-        if self.skipped:
-            raise CheckpointError(
-                f"None of the {len(self.skipped)} checkpoints in {self.store} is whole.",
-                why="; ".join(f"{item.folder}: {item.why}" for item in self.skipped),
-                fix="restore one from a backup, or begin another run folder",
-            )
         return 0
 
     def go_back(self, before: int, why: str) -> int:
@@ -391,7 +398,7 @@ class Checkpointer:
         """
         self.settle()
         self._on_all(partial(self._pass_over, before, why))
-        step = self.resume()
+        step = self._newest(strict_world=True)
         if not step:
             raise CheckpointError(
                 f"There is no checkpoint from before step {before} to go back to.",
@@ -419,18 +426,20 @@ class Checkpointer:
         """Where the newest committed checkpoint lies; None where there is none."""
         return next((self._path(item.folder) for item in self.committed()), None)
 
-    def _candidates(self) -> tuple[list[tuple[str, str]], list[Skipped]]:
-        """Folders newest first, with their manifests' digests: rank 0 looks, and all take its word.
-        Collective.
+    def _candidates(self) -> tuple[list[tuple[str, str, str]], list[Skipped]]:
+        """Folders newest first, with their manifests' digests and why a mark passes them over, if one does: rank 0
+        looks, and all take its word. Collective.
         """
         seen: dict[str, Any] = {}
         if ranks.is_main():
             listing, over = look(self.store, self._lineage), marks.passed_over(self.store)
-            whole = [item for item in listing.committed if item.folder not in over]
-            seen["whole"] = [[item.folder, _identity(item.manifest)] for item in whole]
+            seen["whole"] = [
+                [item.folder, _identity(item.manifest), over[item.folder].why if item.folder in over else ""]
+                for item in listing.committed
+            ]
             seen["broken"] = [[item.folder, item.why] for item in listing.broken]
         seen = ranks.broadcast_json(seen)
-        return [(folder, digest) for folder, digest in seen["whole"]], [Skipped(*item) for item in seen["broken"]]
+        return [tuple(item) for item in seen["whole"]], [Skipped(*item) for item in seen["broken"]]
 
     def _look(self) -> tuple[Snapshot, Names]:
         """What this rank has now, and the names of what all have. Collective. Raises: CheckpointError."""

@@ -135,12 +135,13 @@ def surplus(
 ) -> list[str]:
     """The folders to delete, oldest first, now that `current` is committed.
 
-    What is known to be damaged counts for nothing, and goes once it is older than the newest that stay.
+    What is known to be damaged counts for nothing, and goes once it is older than `keep` whole ones: until then it may
+    be what is left of the run.
     """
     ordered = sorted(committed, key=lambda item: item.order)
     stay = kept(committed, keep=keep, history=history, pinned=pinned, best=best, protected=[current], bad=bad)
-    newest = [item.order for item in ordered if {"newest", "in use"} & set(stay.get(item.folder, ()))]
-    oldest = min(newest, default=(0, 0.0))
+    newest = [item.order for item in ordered if "newest" in stay.get(item.folder, ())]
+    oldest = newest[0] if len(newest) >= max(keep, 1) else (0, 0.0)
     return [
         item.folder for item in ordered if item.folder not in stay and (item.folder not in bad or item.order < oldest)
     ]

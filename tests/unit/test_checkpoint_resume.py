@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise.checkpoint import Checkpointer, LocalStore
+from shardwise.checkpoint import Checkpointer, LocalStore, marks
+from shardwise.checkpoint.retention import look
 from shardwise.errors import CheckpointError, RecipeError
 from shardwise.events import Events, Fallback, Resumed, Saved
 from shardwise.inputs.recipe import CheckpointPolicy
@@ -427,6 +428,12 @@ def test_where_none_of_several_is_whole_it_does_not_begin_again_in_silence(tmp_p
         (path / "rank-00000.safetensors").write_bytes(b"")
     before = run.bits()["module"]
     with pytest.raises(CheckpointError, match="None of the 2 checkpoints"):
+        run.checkpointer(tmp_path, events=Events()).resume()
+    # Nor where each is marked as one to pass over, so that none is tried.
+    store = LocalStore(tmp_path / "checkpoints")
+    for item in look(store, "").committed:
+        marks.pass_over(store, item.folder, "the loss rose from here")
+    with pytest.raises(CheckpointError, match=r"None of the 2 .* can be resumed from.*\n.*the loss rose from here"):
         run.checkpointer(tmp_path, events=Events()).resume()
     assert equal(run.bits()["module"], before)
 
