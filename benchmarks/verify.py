@@ -68,14 +68,13 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.verify", "--split", split]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         wall, said = time.perf_counter() - started, json.loads(done.stdout.splitlines()[-1])
-        if said["failed"]:
-            raise SystemExit(f"{split}: {said['failed']}")
         print(
             f"{split}: {said['ranks']} distinct of {said['world']} ranks, {said['micro_batches']} samples each, "
             f"{said['peak_bytes'] / 10**9:.1f} GB live at the peak\n"
             f"  {wall:.1f} s ({said['cpu_seconds']:.1f} s of CPU), {wall / LIMIT_SECONDS:.2f} of the limit of "
             f"{LIMIT_SECONDS:g} s; {said['resident_bytes'] / 10**9:.2f} GB resident, "
-            f"{said['resident_bytes'] / LIMIT_BYTES:.2f} of the limit of {LIMIT_BYTES / 10**9:g} GB",
+            f"{said['resident_bytes'] / LIMIT_BYTES:.2f} of the limit of {LIMIT_BYTES / 10**9:g} GB\n"
+            f"  verdict: {'; '.join(said['failed']) or 'passed'}",
             flush=True,
         )
 

@@ -12,7 +12,7 @@ from shardwise.events.live import LiveLine
 from shardwise.events.reader import Tail
 from shardwise.events.values import AnyEvent, Compared, Step
 from shardwise.launch import hang, local, run_folder, watch
-from shardwise.launch.outcome import Cause, FirstFailure, cause_of, exit_code, first_failure
+from shardwise.launch.outcome import Cause, FirstFailure, came_after_stop, cause_of, exit_code, first_failure
 from shardwise.launch.progress import Progress
 from shardwise.report import errors
 
@@ -107,6 +107,11 @@ def follow(
         failure = hang.failure(stuck)
     elif ended.returned:
         failure = first_failure(records, exits, watch.rank_logs(logs), ended.interrupted is not None)
+        if failure is not None and came_after_stop(failure, screen.events):
+            screen.show(
+                f"rank {failure.rank}, after the run had stopped: {failure.error}; nothing is lost\n", sys.stderr
+            )
+            failure = None
     code = exit_code(ended.returned, screen.events, failure, exits, ended.interrupted)
     held = screen.output.held()
     if failure is None and code in (EXIT_DONE, EXIT_FAILED):

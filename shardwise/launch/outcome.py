@@ -113,6 +113,14 @@ def first_failure(
     )
 
 
+def came_after_stop(failure: FirstFailure, events: Sequence[AnyEvent]) -> bool:
+    """Whether a rank was ended from outside, or by an abort, once the run had stopped as it was told to: by then what
+    was trained is committed, and the stop's own code is the answer.
+    """
+    said = next((event for event in reversed(events) if isinstance(event, Stopped)), None)
+    return failure.signal > 0 and said is not None and said.reason == "signal"
+
+
 def _recorded(failed: Failed) -> FirstFailure:
     last = failed.traceback.rstrip().splitlines()
     expected = any(line.startswith("shardwise.errors.") for line in last[-8:])

@@ -8,6 +8,7 @@ from shardwise.events.values import Failed, Stopped
 from shardwise.launch.outcome import (
     RankExit,
     RankLog,
+    came_after_stop,
     cause_of,
     error_line,
     exit_code,
@@ -124,6 +125,21 @@ def test_without_records_the_log_that_stood_still_first_is_the_cause() -> None:
 def test_a_stop_that_was_asked_for_is_no_failure() -> None:
     assert first_failure([], [RankExit(0, 130, 10), RankExit(1, 75, 11)], {}) is None
     assert first_failure([], [RankExit(0, 1, 10)], {}, interrupted=True) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGKILL])
+def test_a_death_after_the_run_had_stopped_as_told_is_no_failure(number: int) -> None:
+    death = first_failure([], [RankExit(1, -number, 11)], {})
+    error = first_failure([failed(0, 1.0)], [], {})
+    assert death is not None
+    assert error is not None
+    told = Stopped(step=4, reason="signal", exit_code=75)
+    assert came_after_stop(death, [told])
+    assert exit_code(1, [told], None, [], None) == 75
+    assert not came_after_stop(death, []), "it died before it could save"
+    # Behind a loop that was left, the user's own program goes on.
+    assert not came_after_stop(death, [stopped(0)])
+    assert not came_after_stop(error, [told])
 
 
 def test_a_chain_of_tracebacks_is_kept_together_and_an_older_one_is_not() -> None:
