@@ -1,4 +1,4 @@
-"""`shardwise checkpoints list|verify|diff|prune`: what lies in a store, whether it is whole, and what may go."""
+"""`shardwise checkpoints list|verify|ledger|diff|prune`: what lies in a store, whether it is whole, what may go."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,10 +10,11 @@ import msgspec
 from shardwise.checkpoint.audit import Audit, Fault, Item, audit, survey
 from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.lease import Lease, Leased
-from shardwise.checkpoint.manifest import MANIFEST, Damaged
+from shardwise.checkpoint.manifest import MANIFEST, Damaged, read_manifest
 from shardwise.checkpoint.object_store import say_on_stderr, store_at
 from shardwise.checkpoint.retention import Retained, look, retain, step_of
 from shardwise.checkpoint.store import LocalStore, Piece, Store
+from shardwise.data.ledger import kept_in, prove
 from shardwise.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RecipeError
 from shardwise.inputs.recipe import CheckpointPolicy
 from shardwise.inputs.store_url import is_url, redacted, require_plain
@@ -89,6 +90,25 @@ def _audited(store: Store, folder: str) -> Audit:
         return audit(store, folder)
     except Damaged as error:
         return Audit(folder, max(step_of(folder), 0), 0, "", (Fault(MANIFEST, f"{error.what} {error.why}"),))
+
+
+def ledger(target: str, as_json: bool) -> int:
+    """Whether every sample up to a checkpoint was trained on once; 1 where one came twice or never."""
+    with told():
+        store, folder = _one(target)
+        try:
+            segments = kept_in(read_manifest(store, folder).state)
+        except Damaged as error:
+            raise CheckpointError(error.what, why=error.why, fix="shardwise checkpoints list RUN") from error
+    if segments is None:
+        raise CheckpointError(
+            f"{folder} has no ledger of samples.",
+            why="a Trainer keeps one; a loop of one's own does not",
+            fix="name a checkpoint of shardwise train, or of sw.Trainer",
+        )
+    found = prove(segments)
+    print(report.ledger_json(folder, segments, found) if as_json else report.ledger(folder, found))
+    return EXIT_FAILED if found.faults else EXIT_DONE
 
 
 def diff(before: str, after: str, as_json: bool) -> int:

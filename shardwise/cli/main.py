@@ -193,6 +193,14 @@ def verify_checkpoints(target: Place, as_json: AsJson = False) -> None:
     reported(lambda: verb.verify(target, as_json), as_json)
 
 
+@checkpoints.command(epilog="Example: shardwise checkpoints ledger runs/quickstart")
+def ledger(target: Place, as_json: AsJson = False) -> None:
+    """Whether each sample was trained on once, over all attempts up to a checkpoint; else which came twice or never."""
+    from shardwise.cli import checkpoints as verb
+
+    reported(lambda: verb.ledger(target, as_json), as_json)
+
+
 @checkpoints.command(epilog="Example: shardwise checkpoints diff runs/a runs/b/checkpoints/step-00000500-...")
 def diff(before: Place, after: Place, as_json: AsJson = False) -> None:
     """Whether two checkpoints hold one state, whatever split saved them; else which tensors and values differ."""

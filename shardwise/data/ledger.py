@@ -4,7 +4,7 @@ Positions are those of the global order, counted over epochs. Steps that a crash
 ledger goes back to the checkpoint together with the weights. No torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,6 +13,8 @@ from shardwise.data.micros import Micros
 
 # A prime below 2^31: sums of residues over up to 2^22 ranks are exact in fp64.
 _MODULUS = 2**31 - 1
+# The ledger's name in the state of a Trainer's checkpoint.
+KEPT_AS = "state/trainer.ledger"
 _DROPPED = 'fewer than a global batch at the end of an epoch (last = "drop")'
 
 
@@ -79,6 +81,12 @@ class Proof(NamedTuple):
     steps: int
     attempts: int
     faults: tuple[str, ...]
+
+
+def kept_in(state: Mapping[str, Any]) -> list[Segment] | None:
+    """The ledger in a checkpoint's state (`manifest.state`); None where a loop of one's own kept none."""
+    packed = state.get(KEPT_AS)
+    return None if packed is None else msgspec.convert(packed["segments"], list[Segment])
 
 
 def prove(segments: Sequence[Segment]) -> Proof:

@@ -10,6 +10,7 @@ from shardwise.checkpoint.audit import Audit, Fault, Item
 from shardwise.checkpoint.compare import Change, Difference, TensorDifference
 from shardwise.checkpoint.proof import Proof, Span
 from shardwise.checkpoint.retention import Retained
+from shardwise.data import ledger as samples
 from shardwise.units import format_bytes
 
 _SHOWN = 20
@@ -66,6 +67,22 @@ def fault(one: Fault) -> str:
 
 def audits_json(found: Sequence[Audit]) -> str:
     return json.dumps({"checkpoints": msgspec.to_builtins(found)})
+
+
+def ledger(folder: str, found: samples.Proof) -> str:
+    """`each once: 1,560 samples in 260 steps of 14 attempts`, what was passed over, and what came twice or never."""
+    attempts = f"{found.attempts} attempt{'s' if found.attempts != 1 else ''}"
+    count = f"{found.trained:,} samples in {found.steps:,} steps of {attempts}"
+    lines = [f"{folder}: {'not each once' if found.faults else 'each once'}: {count}"]
+    lines += _some("faults", list(found.faults))
+    over = [f"{one.first} to {one.end - 1}, before step {one.first_step}: {one.why}" for one in found.passed_over]
+    return "\n".join([*lines, *_some("samples passed over on purpose", over)])
+
+
+def ledger_json(folder: str, segments: Sequence[samples.Segment], found: samples.Proof) -> str:
+    told = [msgspec.structs.asdict(one) for one in segments]
+    proof = {"trained": found.trained, "steps": found.steps, "attempts": found.attempts, "faults": found.faults}
+    return json.dumps({"folder": folder, **proof, "segments": told})
 
 
 def difference(told: Difference) -> str:

@@ -17,11 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify_file
 from shardwise.checkpoint.store import LocalStore
-from shardwise.data.ledger import Proof, Segment, prove
+from shardwise.data.ledger import Proof, kept_in, prove
 from shardwise.errors import EXIT_DONE, CheckpointError, RunFolderError
 from shardwise.events.reader import Tail
 from shardwise.events.values import Step
@@ -427,7 +425,7 @@ def weights_of(folder: Path) -> dict[tuple[str, tuple[int, ...]], str]:
 
 def ledger_of(folder: Path) -> Proof:
     """What the ledger in the newest checkpoint proves. Raises: CheckpointError where there is none."""
-    packed = newest_manifest(folder).state.get("state/trainer.ledger")
-    if packed is None:
+    segments = kept_in(newest_manifest(folder).state)
+    if segments is None:
         raise CheckpointError(f"The newest checkpoint in {folder} has no ledger.", fix="train with this version")
-    return prove(msgspec.convert(packed["segments"], list[Segment]))
+    return prove(segments)

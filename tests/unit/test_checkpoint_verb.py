@@ -20,6 +20,7 @@ from shardwise.checkpoint.audit import audit, survey
 from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.manifest import MANIFEST, seal, unseal
 from shardwise.cli.main import app
+from shardwise.data.ledger import Ledger
 from shardwise.errors import CheckpointError
 
 
@@ -28,7 +29,7 @@ def trained(run: Path, steps: tuple[int, ...] = (1, 2), **more: Any) -> list[Pat
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2).to(torch.bfloat16))
     optimizer = torch.optim.AdamW(module[0].parameters())
-    checkpointer = Checkpointer(run, module, optimizer, state={"best": {"loss": 2.0}}, **more)
+    checkpointer = Checkpointer(run, module, optimizer, **{"state": {"best": {"loss": 2.0}}, **more})
     found = []
     for step in steps:
         module[0](torch.ones(3, 5)).square().sum().backward()
@@ -41,6 +42,31 @@ def asked(*arguments: Any, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["checkpoints", *map(str, arguments)])
     assert result.exit_code == code, result.output
     return result.stdout
+
+
+# ---------------------------------------------------------------- ledger
+
+
+def test_the_ledger_of_a_checkpoint_says_whether_each_sample_came_once(tmp_path: Path) -> None:
+    kept = Ledger(attempt=1)
+    kept.add(1, 0, 8)
+    kept.pass_over(8, 12, "the loss rose")
+    kept.attempt = 2
+    kept.add(2, 12, 8)
+    trained(tmp_path / "well", (2,), state={"trainer.ledger": kept})
+    text = asked("ledger", tmp_path / "well")
+    assert "each once: 16 samples in 2 steps of 2 attempts" in text
+    assert "8 to 11, before step 2: the loss rose" in text
+    assert json.loads(asked("ledger", tmp_path / "well", "--json"))["faults"] == []
+    kept.add(3, 16, 8)
+    kept.add(4, 30, 8)
+    [folder] = trained(tmp_path / "ill", (4,), state={"trainer.ledger": kept})
+    text = asked("ledger", folder, code=1)
+    assert "samples 16 to 19 were read twice, before step 3" in text
+    assert "samples 24 to 29 were never read, before step 4" in text
+    trained(tmp_path / "own")
+    result = CliRunner().invoke(app, ["checkpoints", "ledger", str(tmp_path / "own")])
+    assert result.exit_code != 0 and "has no ledger of samples" in result.stderr
 
 
 # ---------------------------------------------------------------- list
