@@ -25,12 +25,13 @@ class Work(Generic[Answer]):
 
     def __init__(self, act: Callable[[threading.Event], Answer], then: Callable[[Answer], None], name: str) -> None:
         """Neither must raise: what goes wrong is part of the answer."""
-        self.given_up, self._done, self._over = threading.Event(), threading.Event(), threading.Event()
+        self.given_up, self._done = threading.Event(), threading.Event()
         self._answers: list[Answer] = []
         self._process = os.getpid()
         _follow(self)
         # What `act` holds is let go by the thread at its end.
-        threading.Thread(target=self._run, args=(act, then), name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(act, then), name=name, daemon=True)
+        self._thread.start()
 
     @property
     def done(self) -> bool:
@@ -39,7 +40,10 @@ class Work(Generic[Answer]):
 
     @property
     def over(self) -> bool:
-        return self._over.is_set()
+        """Whether the thread itself is gone: one that still lets tensors go while the interpreter ends aborts the
+        process ("terminate called without an active exception").
+        """
+        return not self._thread.is_alive()
 
     @property
     def inherited(self) -> bool:
@@ -57,7 +61,7 @@ class Work(Generic[Answer]):
     def end(self, timeout: float | None = None) -> None:
         """Waits until the thread has nothing left to do; in a fork it has not."""
         if not self.inherited:
-            self._over.wait(timeout)
+            self._thread.join(timeout)
 
     def _run(self, act: Callable[[threading.Event], Answer], then: Callable[[Answer], None]) -> None:
         try:
@@ -68,7 +72,6 @@ class Work(Generic[Answer]):
                 then(answer)
         finally:
             self._done.set()
-            self._over.set()
 
 
 def _follow(work: Work[Any]) -> None:

@@ -141,12 +141,15 @@ def end_all(
 ) -> list[int]:
     """Ask all that `find` gives to end (TERM), and kill what is left after the grace, until nothing is found.
 
-    What is stopped takes no TERM and is killed with the rest. Gives what was still there after the limit: in the kernel
-    for good, a file system that is gone most often.
+    What is stopped takes no TERM and is killed with the rest. What was found once is waited for until it is gone: one
+    that is ending has no environment any more, and maybe no parent, long before that. Gives what was still there after
+    the limit: in the kernel for good, a file system that is gone most often.
     """
     began = clock()
     asked: set[int] = set()
-    while left := sorted(set(find())):
+    known: set[Process] = set()
+    while known := _still(known, find()):
+        left = sorted(one.pid for one in known)
         waited = clock() - began
         if waited >= limit_seconds:
             return left
@@ -158,6 +161,12 @@ def end_all(
                 _send(pid, signal.SIGTERM)
         pause(POLL_SECONDS)
     return []
+
+
+def _still(known: Iterable[Process], found: Iterable[int]) -> set[Process]:
+    """Of what was known and what is found now, all that is not gone."""
+    now = (process(pid) for pid in found)
+    return {one for one in known if alive(one)} | {one for one in now if one is not None}
 
 
 def _send(pid: int, number: int) -> None:

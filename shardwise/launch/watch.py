@@ -87,10 +87,12 @@ def _forward(launcher: int, number: int) -> None:
 
 
 def end_tree(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the launcher and everything below it at once."""
-    for pid in local.tree_pids(process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """Kill the launcher and everything below it at once, and wait until they are gone."""
+    processes.end_all(
+        lambda: local.tree_pids(process.pid) if process.returncode is None else (),
+        grace_seconds=0.0,
+        limit_seconds=30.0,
+    )
 
 
 def end_left(job: local.Job, *, grace_seconds: float = 5.0, limit_seconds: float = 30.0) -> list[int]:
