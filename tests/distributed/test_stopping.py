@@ -117,4 +117,8 @@ def test_a_signal_to_the_whole_job_with_data_workers_alive_is_saved(tmp_path: Pa
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate("go on\n", LIMIT_SECONDS)
         assert process.returncode == 75
-    assert [event.step for event in told(tmp_path) if isinstance(event, Saved)] == [2]
+    # After the step in which it came, or one of the next: a step takes 4 ms, and the thread that sees signals may wait
+    # so long for its turn (sys.getswitchinterval).
+    (stopped,) = [event for event in told(tmp_path) if isinstance(event, Stopped)]
+    assert 2 <= stopped.step < 6
+    assert [event.step for event in told(tmp_path) if isinstance(event, Saved)] == [stopped.step]
