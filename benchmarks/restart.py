@@ -24,7 +24,7 @@ from shardwise.launch import local, run_folder
 RANKS, LIMIT_SECONDS, PATIENCE_SECONDS = 4, 15.0, 300.0
 SETTINGS = [
     *(f"train.devices={RANKS}", "train.steps=100000", "train.evaluate_every_steps=0", "data.valid_fraction=0.0"),
-    *("checkpoint.every_steps=4", 'train.plan={"zero": 3}', "data.sequence_length=64"),
+    *("checkpoint.every_steps=4", "train.plan.zero=3", "data.sequence_length=64"),
 ]
 
 
@@ -39,11 +39,15 @@ def ranks_of(command: int) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-def wait_for(events: Tail, found: Callable[[list[AnyEvent]], bool]) -> list[AnyEvent]:
-    """All events so far, once `found` says so of them. Raises: SystemExit after PATIENCE_SECONDS."""
+def wait_for(
+    process: "subprocess.Popen[bytes]", events: Tail, found: Callable[[list[AnyEvent]], bool]
+) -> list[AnyEvent]:
+    """All events so far, once `found` says so of them. Raises: SystemExit after PATIENCE_SECONDS, or its end."""
     seen: list[AnyEvent] = []
     limit = time.monotonic() + PATIENCE_SECONDS
     while not found(seen):
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended with code {process.returncode}")
         if time.monotonic() > limit:
             raise SystemExit(f"nothing came of it in {PATIENCE_SECONDS:g} s; the last of {len(seen)}: {seen[-1:]}")
         time.sleep(0.02)
@@ -56,15 +60,18 @@ def restart_seconds(drawn: random.Random) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [SHARDWISE, "train", str(ROOT / "recipes" / "quickstart.toml")]
         command += [part for one in [*SETTINGS, f"run={folder}/run"] for part in ("--set", one)]
-        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
         try:
             run = Path(folder) / "run"
             saved = Tail(run_folder.events_path(run, 1))
-            wait_for(saved, lambda seen: any(isinstance(one, Saved) for one in seen) and isinstance(seen[-1], Step))
+            wait_for(
+                process, saved, lambda seen: any(isinstance(one, Saved) for one in seen) and isinstance(seen[-1], Step)
+            )
             victim = drawn.choice(ranks_of(process.pid))
             killed = time.time()
             os.kill(victim, signal.SIGKILL)
-            again = wait_for(Tail(run_folder.events_path(run, 2)), lambda seen: any(isinstance(e, Step) for e in seen))
+            began = Tail(run_folder.events_path(run, 2))
+            again = wait_for(process, began, lambda seen: any(isinstance(one, Step) for one in seen))
             resumed = next(one.time for one in again if isinstance(one, Resumed))
             return resumed - killed, next(one.time for one in again if isinstance(one, Step)) - killed
         finally:
