@@ -28,9 +28,9 @@ class Work(Generic[Answer]):
         self.given_up, self._done = threading.Event(), threading.Event()
         self._answers: list[Answer] = []
         self._process = os.getpid()
-        _follow(self)
         # What `act` holds is let go by the thread at its end.
         self._thread = threading.Thread(target=self._run, args=(act, then), name=name, daemon=True)
+        _follow(self)
         self._thread.start()
 
     @property

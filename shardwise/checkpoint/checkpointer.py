@@ -433,9 +433,9 @@ class Checkpointer:
         seen: dict[str, Any] = {}
         if ranks.is_main():
             listing, over = look(self.store, self._lineage), marks.passed_over(self.store)
+            why = {folder: said.why or "a mark says so" for folder, said in over.items()}
             seen["whole"] = [
-                [item.folder, _identity(item.manifest), over[item.folder].why if item.folder in over else ""]
-                for item in listing.committed
+                [item.folder, _identity(item.manifest), why.get(item.folder, "")] for item in listing.committed
             ]
             seen["broken"] = [[item.folder, item.why] for item in listing.broken]
         seen = ranks.broadcast_json(seen)
