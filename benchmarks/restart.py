@@ -19,24 +19,14 @@ from pathlib import Path
 from benchmarks.startup import ROOT, SHARDWISE
 from shardwise.events.reader import Tail
 from shardwise.events.values import AnyEvent, Resumed, Saved, Step
-from shardwise.launch import local, run_folder
+from shardwise.launch import run_folder
+from shardwise.verify.chaos import ranks_below
 
 RANKS, LIMIT_SECONDS, PATIENCE_SECONDS = 4, 15.0, 300.0
 SETTINGS = [
     *(f"train.devices={RANKS}", "train.steps=100000", "train.evaluate_every_steps=0", "data.valid_fraction=0.0"),
     *("checkpoint.every_steps=4", "train.plan.zero=3", "data.sequence_length=64"),
 ]
-
-
-def ranks_of(command: int) -> list[int]:
-    """The ranks' processes below a command, in the order of their ranks. Raises: OSError where one is just ending."""
-    found = {}
-    for pid in local.tree_pids(command):
-        variables = dict(part.partition(b"=")[::2] for part in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-        name = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"LOCAL_RANK" in variables and b"shardwise.train.worker" in name:
-            found[int(variables[b"RANK"])] = pid
-    return [found[rank] for rank in sorted(found)]
 
 
 def wait_for(
@@ -67,7 +57,7 @@ def restart_seconds(drawn: random.Random) -> tuple[float, float]:
             wait_for(
                 process, saved, lambda seen: any(isinstance(one, Saved) for one in seen) and isinstance(seen[-1], Step)
             )
-            victim = drawn.choice(ranks_of(process.pid))
+            victim = drawn.choice(ranks_below(process.pid))
             killed = time.time()
             os.kill(victim, signal.SIGKILL)
             began = Tail(run_folder.events_path(run, 2))

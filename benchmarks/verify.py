@@ -50,6 +50,7 @@ def measured(split: str) -> dict[str, object]:
         "world": found.world,
         "micro_batches": f"{plan.decision.accumulation} of {plan.decision.micro_batch}",
         "peak_bytes": fullest.peak.live.total if fullest is not None else 0,
+        "mismatches": len(found.mismatches),
         "failed": [*(one.what for one in found.violations), *map(str, found.mismatches)],
         "cpu_seconds": time.process_time(),
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -63,6 +64,7 @@ def main() -> None:
     if asked:
         print(json.dumps(measured(asked)))
         return
+    mismatches = 0
     for split in SPLITS:
         started = time.perf_counter()
         command = [sys.executable, "-m", "benchmarks.verify", "--split", split]
@@ -77,6 +79,9 @@ def main() -> None:
             f"  verdict: {'; '.join(said['failed']) or 'passed'}",
             flush=True,
         )
+        mismatches += said["mismatches"]
+    # That a plan does not fit is an answer; collectives that do not match are a fault of the engine.
+    sys.exit(1 if mismatches else 0)
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ class _Driver:
         self._ever_committed = self._ever_committed or bool(whole)
 
 
-def _ranks(command: int) -> list[int]:
+def ranks_below(command: int) -> list[int]:
     """The ranks' processes below the command, lowest process first; not the watcher that the first one starts."""
     below = local.tree_pids(command)[1:]
     for pid in below:  # parents first: the launcher comes before its ranks
@@ -328,7 +328,7 @@ def _command_of(pid: int) -> str:
 
 def _befall(fault: Fault, command: int, folder: Path) -> bool:
     """Let the fault come; False where what it needs is not there."""
-    rank = _chosen(fault, command) if _ranks(command) else None
+    rank = _chosen(fault, command) if ranks_below(command) else None
     below = local.tree_pids(command)[1:]
     if fault.kind in DAMAGE:
         return rank is not None and _damage(fault, folder) and _kill(rank, signal.SIGKILL)
@@ -353,7 +353,7 @@ def _kill(pid: int, number: int) -> bool:
 
 def _chosen(fault: Fault, command: int) -> int:
     """The process of the rank that this fault is for."""
-    workers = _ranks(command)
+    workers = ranks_below(command)
     return workers[int(fault.draw * len(workers))]
 
 

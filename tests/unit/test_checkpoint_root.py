@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from shardwise.checkpoint import root
 from shardwise.checkpoint.manifest import TensorEntry
+from shardwise.data.ledger import KEPT_AS
 from shardwise.regions import Region, inside, whole
 
 ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -153,7 +154,7 @@ STATE = {
         "state": {"a": {"exp_avg": {"$tensor": "optimizer/state/a/exp_avg", "device": "cpu"}}},
     },
     "data": {"position": 48},
-    "state/trainer.ledger": {"segments": [[1, 1, 2, 0, 8, 4, ""]]},
+    KEPT_AS: {"segments": [[1, 1, 2, 0, 8, 4, ""]]},
 }
 
 
@@ -165,7 +166,7 @@ def test_what_a_split_changes_is_not_in_the_root() -> None:
         "groups": [{"settings": {"lr": 0.1}, "params": ["b", "a"]}],
         "kind": "AdamW",
     }
-    others = {"rng": {"torch": 1}, "state/trainer.ledger": {"segments": []}, "data": {"position": 48}}
+    others = {"rng": {"torch": 1}, KEPT_AS: {"segments": []}, "data": {"position": 48}}
     own = [entry("rng/rank-00000/torch"), entry("own/rank-00001/model/mean")]
     assert root.root_of(3, [*own, *reversed(TENSORS)], {**others, "optimizer": optimizer}) == expected
 

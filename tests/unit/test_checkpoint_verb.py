@@ -66,7 +66,7 @@ def test_the_ledger_of_a_checkpoint_says_whether_each_sample_came_once(tmp_path:
     assert "samples 24 to 29 were never read, before step 4" in text
     trained(tmp_path / "own")
     result = CliRunner().invoke(app, ["checkpoints", "ledger", str(tmp_path / "own")])
-    assert result.exit_code != 0 and "has no ledger of samples" in result.stderr
+    assert result.exit_code == 1 and "has no ledger of samples" in result.stderr
 
 
 # ---------------------------------------------------------------- list
