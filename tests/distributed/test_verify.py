@@ -40,12 +40,16 @@ SPLITS = [
     pytest.param(plan("dp_shard3", 3), id="zero3"),
     pytest.param(plan("tp2"), id="tp"),
     pytest.param(plan("pp2"), id="pp"),
+    pytest.param(plan("pp2", schedule="zbv", stages_per_rank=2), id="zbv"),
     pytest.param(plan("dp_replicate3"), id="zero0", marks=nightly),
     pytest.param(plan("dp_replicate2 dp_shard2", 2, recompute="full"), id="hybrid-recompute", marks=nightly),
     pytest.param(plan("dp_shard2", 1, recompute="selective"), id="zero1-recompute", marks=nightly),
     pytest.param(plan("tp2 dp_shard2", 2), id="tp-zero2", marks=nightly),
     pytest.param(plan("pp2", schedule="interleaved-1f1b", stages_per_rank=2), id="interleaved", marks=nightly),
+    pytest.param(plan("pp2", schedule="interleaved-zb", stages_per_rank=2), id="interleaved-zb", marks=nightly),
+    pytest.param(plan("pp2", schedule="dualpipev", stages_per_rank=2), id="dualpipev", marks=nightly),
     pytest.param(plan("pp2 dp_shard2 tp2", 1), id="three axes", marks=nightly),
+    pytest.param(plan("pp2 dp_replicate2 dp_shard2 tp2", 3), id="four axes", marks=nightly),
 ]
 
 
@@ -55,6 +59,12 @@ def test_a_plan_that_is_right_passes(split: Plan) -> None:
     assert found.passed, (found.fault, found.skipped)
     assert {check.tier for check in found.checks} == {"logic", "rounding", "resume", "dropout", "samples"}
     assert found.probe.startswith("additive")
+
+
+@nightly
+def test_compiled_blocks_are_compared_where_they_are_asked_for() -> None:
+    found = parity(plan("dp_replicate2", compile="blocks"), compiled=True)
+    assert found.passed, (found.fault, found.skipped)
 
 
 # The fault, the split in which it is planted, the axis it is blamed on, and a part of the cause.

@@ -1,6 +1,7 @@
 """Starting ranks on this machine: the command line, the environment, signals, output."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -176,10 +177,12 @@ def test_the_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
 
 
 def _wait_until_gone(pid: int) -> None:
-    """Reaped by init, or a zombie of it: asks the process table until it is either."""
-    state = Path(f"/proc/{pid}/stat")
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
-        os.sched_yield()
+    """Its descriptor is readable once the process has ended, reaped by init or not."""
+    ended = os.pidfd_open(pid)
+    try:
+        select.select([ended], [], [])
+    finally:
+        os.close(ended)
     raise ProcessLookupError
 
 
