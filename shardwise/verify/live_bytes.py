@@ -20,9 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.parallel.staging import is_imagined
 from shardwise.torch_private import (
     ASKS_DEVICE,
+    NAMES_A_RANGE,
     READS_A_NUMBER,
     LayoutsWorkedOut,
     OperatorMode,
+    below_modes,
     device_without_data,
     gathered,
     parameter_slots,
@@ -36,6 +38,7 @@ from shardwise.verify.values import CATEGORIES, PHASES, LiveBytes, Phase, PhaseB
 # Where a storage is several things, the first of these counts. Given: batches and buffers, saved for backward or not.
 PRECEDENCE = ("given", "parameters", "gradients", "states", "gathered", "activations", "communication", "other")
 _STANDS_AT_ITS_END = ("built", "rest")
+_RANK = {kind: rank for rank, kind in enumerate(PRECEDENCE)}
 
 
 class Ledger:
@@ -49,6 +52,7 @@ class Ledger:
         self._first = 0  # of the marks that count
         self._sizes: list[int] = []
         self._numbers: dict[int, int] = {}  # of live storages, by identity
+        self._watched: dict[int, weakref.ref[Any]] = {}  # the same storages: what tells of their death
         self.live = self.most = 0  # now, and the most since `most` was set back
 
     def enter(self, phase: Phase) -> None:
@@ -63,17 +67,20 @@ class Ledger:
     def see(self, tensor: torch.Tensor, kind: str = "other") -> None:
         """Count a tensor's storage from now on, unless it is known; `kind` counts if it comes first in PRECEDENCE."""
         if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
-        storage, rank = tensor.untyped_storage(), PRECEDENCE.index(kind)
-        number = self._numbers.get(id(storage))
+            with torch.no_grad():  # the part itself: with gradients to_local makes a view, by an operator
+                tensor = tensor.to_local()
+        storage, rank = tensor.untyped_storage(), _RANK[kind]
+        identity = id(storage)
+        number = self._numbers.get(identity)
         if number is None and tensor.device.type == "meta":
             return  # no memory anywhere
         if number is None:
-            number = self._numbers[id(storage)] = len(self.kinds)
+            number, size = len(self.kinds), storage.nbytes()
+            self._numbers[identity] = number
             self.kinds.append(rank)
-            self._sizes.append(storage.nbytes())
-            self._change(number, storage.nbytes())
-            weakref.finalize(storage, self._died, id(storage)).atexit = False
+            self._sizes.append(size)
+            self._change(number, size)
+            self._watched[identity] = weakref.ref(storage, lambda _gone: self._died(identity))
         elif rank < self.kinds[number]:
             self.kinds[number] = rank
 
@@ -84,13 +91,15 @@ class Ledger:
             self._sizes[number] = storage.nbytes()
 
     def _died(self, identity: int) -> None:
+        del self._watched[identity]
         number = self._numbers.pop(identity)
         self._change(number, -self._sizes[number])
 
     def _change(self, number: int, more: int) -> None:
         self.changes.append((number, more))
         self.live += more
-        self.most = max(self.most, self.live)
+        if self.live > self.most:
+            self.most = self.live
 
     def phases(self) -> tuple[PhaseBytes, ...]:
         """The fullest moment of each phase that was entered; of `built` and `rest` their last."""
@@ -163,6 +172,8 @@ class Watch(OperatorMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator is ASKS_DEVICE:
             return device_without_data(args[0])  # more than half of all calls, and it makes nothing
+        if operator is NAMES_A_RANGE:
+            return below_modes(operator, args, kwargs)
         if DTensor in types:
             return NotImplemented  # it takes itself apart, and its local operators come here
         if self.number_for is not None and operator is READS_A_NUMBER:
@@ -197,7 +208,7 @@ class Watch(OperatorMode):
         """Apart from its graph: one that an operator gave and saved would hold that operator, and both stay for ever
         where a backward leaves its graph standing, as zero bubble's first half does."""
         self.ledger.see(tensor, "activations")
-        return tensor.detach()
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         """What stands in a parameter's slot now: itself, or a copy that is whole or of another dtype."""

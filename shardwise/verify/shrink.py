@@ -15,7 +15,8 @@ from shardwise.inputs.recipe import BatchSpec, DataSpec, Recipe, ScheduleSpec, T
 from shardwise.plan.mesh import MeshShape
 from shardwise.plan.plan import Decision, Plan
 
-# What a laptop's cores still run side by side.
+# What a laptop runs side by side without a wait; no axis of three passes it. A plan that
+# uses four axes at once takes sixteen all the same: on fewer, one of its axes would not be proved.
 MOST_RANKS = 8
 # Two ranks hide the order of a sum: a + b is b + a. The first of these that may be three is.
 MAY_BE_THREE = ("dp_shard", "dp_replicate", "tp", "pp")
@@ -55,7 +56,7 @@ def samples(plan: Plan) -> int:
 
 
 def _mesh(mesh: MeshShape) -> MeshShape:
-    """Each axis of a degree above one becomes 2, and one of them 3 where it was longer and the world stays small."""
+    """Each axis of a degree above one becomes 2, and one of them 3 where it was longer and MOST_RANKS allow it."""
     axes = {axis: min(2, getattr(mesh, axis)) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     small = MeshShape(**axes)
     for axis in MAY_BE_THREE:

@@ -94,6 +94,30 @@ def test_tensors_without_data_have_shapes_and_infect_what_they_meet() -> None:
         assert torch_private.active_without_data() is mode
 
 
+class Notes(torch_private.OperatorMode):
+    """Writes down every operator, and takes those that name a range past the modes below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(operator)
+        if operator is torch_private.NAMES_A_RANGE:
+            return torch_private.below_modes(operator, args, kwargs)
+        return operator(*args, **(kwargs or {}))
+
+
+def test_a_named_range_is_one_operator_that_no_mode_needs_to_see() -> None:
+    with torch_private.without_data(), Notes() as notes, torch.profiler.record_function("a range"):
+        made = torch.ones(2)
+    assert notes.seen[0] is torch_private.NAMES_A_RANGE and made.shape == (2,)
+    range_named = torch.profiler.record_function("another range")
+    with torch.profiler.profile() as profile, torch_private.without_data(), Notes(), range_named:
+        torch.ones(2)
+    assert "another range" in {event.key for event in profile.key_averages()}
+
+
 @pytest.mark.parametrize("scalar", [False, True])
 def test_a_backward_in_two_halves_gives_the_gradients_of_one(scalar: bool) -> None:
     """Twice, so that what adds up is seen; the output is a view, and a weight is used twice."""
