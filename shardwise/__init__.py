@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.train.own_loop import build_optimizer as build_optimizer
     from shardwise.train.own_loop import check_ranks as check_ranks
     from shardwise.train.own_loop import init as init
+    from shardwise.train.setup import next_token_loss as next_token_loss
     from shardwise.train.step import clip_grad_norm as clip_grad_norm
     from shardwise.train.step import forward_backward as forward_backward
     from shardwise.train.trainer import Step as Step
@@ -50,6 +51,7 @@ _HOME = {
     "Batches": "data.batches", "TokenData": "data.tokens", "Mixture": "data.mixture", "Stream": "data.stream",
     # the Trainer
     "Trainer": "train.trainer", "Step": "train.trainer", "Loss": "train.loss", "mean_per_sample": "train.loss",
+    "next_token_loss": "train.setup",
     "constant": "optimizer.schedules", "linear": "optimizer.schedules", "cosine": "optimizer.schedules",
     "wsd": "optimizer.schedules", "Decoder": "models.decoder", "Split": "parallel.staging",
     "not_kept": "checkpoint.completeness",

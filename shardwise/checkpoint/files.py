@@ -3,7 +3,7 @@
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -64,12 +64,13 @@ def file_order(contents: Sequence[Content]) -> list[Content]:
     return sorted(contents, key=lambda content: (-ITEM_BYTES[content.dtype], content.name))
 
 
-def header(contents: Sequence[Content]) -> bytes:
+def header(contents: Sequence[Content], metadata: Mapping[str, str] | None = None) -> bytes:
     """A safetensors header for the contents in this order, padded to eight bytes.
 
     Source: https://huggingface.co/docs/safetensors (format).
     """
-    entries, position = {}, 0
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
     for content in contents:
         span = [position, position + content.bytes]
         entries[content.name] = {"dtype": content.dtype, "shape": content.region.shape, "data_offsets": span}

@@ -9,6 +9,7 @@ import msgspec
 
 from shardwise.checkpoint.audit import Audit, Fault, Item, audit, survey
 from shardwise.checkpoint.compare import compare
+from shardwise.checkpoint.export import Dtype, export
 from shardwise.checkpoint.lease import Lease, Leased
 from shardwise.checkpoint.manifest import MANIFEST, Damaged, read_manifest
 from shardwise.checkpoint.object_store import say_on_stderr, store_at
@@ -125,6 +126,30 @@ def _one(target: str) -> tuple[Store, str]:
     if not folder:
         raise RecipeError(f"There is no whole checkpoint in {redacted(target)}.", fix="shardwise checkpoints list RUN")
     return place.store, folder
+
+
+def exported(target: str, out: str, like: str | None, dtype: Dtype, as_json: bool) -> int:
+    """A checkpoint's weights as a folder that from_pretrained loads."""
+    with told():
+        store, folder = _one(target)
+        found = export(store, folder, Path(out), Path(like) if like else _trained_from(store, folder), dtype=dtype)
+    print(report.exported_json(found) if as_json else report.exported(folder, found))
+    return EXIT_DONE
+
+
+def _trained_from(store: Store, folder: str) -> Path:
+    """The folder that the run's model came from. Raises: RecipeError where none is on this machine."""
+    plan = read_manifest(store, folder).plan or {}
+    named = str(plan.get("recipe", {}).get("model", {}).get("given") or "").removeprefix("hf:")
+    if named and Path(named, "config.json").is_file():
+        return Path(named)
+    raise RecipeError(
+        f"{folder} does not say which folder its model came from."
+        if not named
+        else f"{folder} was trained from {named!r}, which is no folder here.",
+        why="config.json, tokenizer and templates are copied from there",
+        fix="--like FOLDER: one with that model's config.json",
+    )
 
 
 def prune(target: str, keep: int | None, as_json: bool, dry_run: bool) -> int:

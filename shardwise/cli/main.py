@@ -1,6 +1,6 @@
 """The `shardwise` command: its verbs and their options."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -207,6 +207,24 @@ def diff(before: Place, after: Place, as_json: AsJson = False) -> None:
     from shardwise.cli import checkpoints as verb
 
     reported(lambda: verb.diff(before, after, as_json), as_json)
+
+
+@checkpoints.command(epilog="Example: shardwise checkpoints export runs/finetune my-model --dtype bf16")
+def export(
+    target: Place,
+    out: Annotated[str, typer.Argument(help="A new folder.")],
+    like: Annotated[
+        str | None, typer.Option("--like", help="The folder of the model that was trained: config and tokenizer.")
+    ] = None,
+    dtype: Annotated[
+        Literal["saved", "fp32", "bf16", "fp16"], typer.Option("--dtype", help="Of the weights.")
+    ] = "saved",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint's weights, saved under any split, as a folder that Hugging Face's from_pretrained loads."""
+    from shardwise.cli import checkpoints as verb
+
+    reported(lambda: verb.exported(target, out, like, dtype, as_json), as_json)
 
 
 @checkpoints.command(epilog="Example: shardwise checkpoints prune runs/quickstart --keep 2 --dry-run")

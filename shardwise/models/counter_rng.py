@@ -68,7 +68,7 @@ def fill_normal_(tensor: torch.Tensor, *, seed: int, name: str, std: float, mean
     """
     whole = tuple(tensor.shape)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    held = _held(name, tensor) if isinstance(tensor, DTensor) else regions.whole(whole)
+    held = held_region_of(name, tensor)
     if local.numel() == 0:
         return
     row = int(np.prod(whole[1:], dtype=np.int64))
@@ -82,7 +82,10 @@ def fill_normal_(tensor: torch.Tensor, *, seed: int, name: str, std: float, mean
     local.copy_(torch.from_numpy(np.ascontiguousarray(block)).view(local.shape))
 
 
-def _held(name: str, tensor: DTensor) -> regions.Region:
+def held_region_of(name: str, tensor: torch.Tensor) -> regions.Region:
+    """The part of the logical tensor that this rank holds: of a plain one all. Raises: ModelError as fill_normal_."""
+    if not isinstance(tensor, DTensor):
+        return regions.whole(tuple(tensor.shape))
     try:
         return held_region(tensor)
     except ValueError as error:

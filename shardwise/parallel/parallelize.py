@@ -147,7 +147,7 @@ def parallelize(
 
     Once a module, and several modules may share a plan (a GAN's two). Build the optimizer afterwards. `initialize`, for
     a module built on the meta device, fills each rank's own shards. `vocabulary_loss`: under tensor parallel the loss
-    takes logits as a DTensor over the vocabulary, as sw.next_token_sums does; else it gets them whole.
+    takes logits as a DTensor over the vocabulary, as sw.next_token_loss does; else it gets them whole.
 
     Collective. Raises: PlanInfeasible, ModelError.
     """

@@ -8,6 +8,7 @@ import msgspec
 
 from shardwise.checkpoint.audit import Audit, Fault, Item
 from shardwise.checkpoint.compare import Change, Difference, TensorDifference
+from shardwise.checkpoint.export import Exported
 from shardwise.checkpoint.proof import Proof, Span
 from shardwise.checkpoint.retention import Retained
 from shardwise.data import ledger as samples
@@ -83,6 +84,16 @@ def ledger_json(folder: str, segments: Sequence[samples.Segment], found: samples
     told = [msgspec.structs.asdict(one) for one in segments]
     proof = {"trained": found.trained, "steps": found.steps, "attempts": found.attempts, "faults": found.faults}
     return json.dumps({"folder": folder, **proof, "segments": told})
+
+
+def exported(folder: str, told: Exported) -> str:
+    """Where a model was written to."""
+    files = f"{told.files} files" if told.files > 1 else "one file"
+    return f"{folder}: {told.tensors} tensors, {format_bytes(told.bytes)} of {told.dtype} in {files}: {told.folder}"
+
+
+def exported_json(told: Exported) -> str:
+    return json.dumps({**told._asdict(), "folder": str(told.folder)})
 
 
 def difference(told: Difference) -> str:

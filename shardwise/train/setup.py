@@ -22,12 +22,14 @@ from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, PresetByDevic
 from shardwise.launch import local
 from shardwise.models import materialize
 from shardwise.models.decoder import Decoder, initialize_decoder, next_token_sums
+from shardwise.models.hf import build as hf
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
 from shardwise.plan import automatic, rule_of_thumb
 from shardwise.plan.plan import Decision, Plan
 from shardwise.resilience.budget import Budget, budget_of
 from shardwise.train.loss import Loss
+from shardwise.train.step import Inputs
 
 Initialize = Callable[[nn.Module], None]
 
@@ -124,7 +126,9 @@ def _plan_keys(plan: str | PlanRequest | Mapping[str, Any] | Plan) -> Any:
 
 
 def describe(value: Any) -> str:
-    """A name for a callable or an object, for the record in the plan."""
+    """A name for a callable or an object, for the record in the plan; of a string that names a model, itself."""
+    if isinstance(value, str):
+        return value
     named = value if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")) else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -144,8 +148,13 @@ def build_model(model: Any, recipe: Recipe) -> tuple[nn.Module, Initialize | Non
             decoder = Decoder(model)
         return decoder, lambda module: initialize_decoder(module, recipe.seed)
     if isinstance(model, str):
-        raise ModelError(f"model = {model!r} cannot be loaded yet.", fix="give a function that builds the module")
+        return hf.causal_lm(model)
     return materialize.build(model, recipe.seed), None
+
+
+def inputs_of(model: Any, inputs: Inputs | str) -> Inputs | str:
+    """What a batch gives forward: of a Hugging Face model, whose forward takes anything, what is known to be meant."""
+    return hf.inputs if isinstance(model, str) and isinstance(inputs, str) else inputs
 
 
 def recipe_model(recipe: Recipe) -> Any:
@@ -187,8 +196,11 @@ def recipe_data(recipe: Recipe) -> tuple[Any, Any]:
 
 
 def next_token_loss(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Loss:
-    """Cross-entropy of the next token, summed over the labels that count."""
-    return Loss(*next_token_sums(outputs, batch["labels"]))
+    """Cross-entropy of the next token, summed over the labels that count: `labels` are shifted already.
+
+    `outputs`: logits [B, S, V], or what holds them as `.logits` (a Hugging Face model's).
+    """
+    return Loss(*next_token_sums(getattr(outputs, "logits", outputs), batch["labels"]))
 
 
 # Under tensor parallel it takes each rank's part of the vocabulary: logits are never gathered.

@@ -91,6 +91,9 @@ class Step:
 class Trainer:
     """Trains a module under a plan; `for step in trainer.run(steps=...)` is one optimizer update each.
 
+    `model`: a function that builds it, a module, or "hf:owner/name" or a folder that save_pretrained wrote: a causal
+    language model of transformers, of whose weights each rank reads what it holds.
+
     The keywords are a Recipe's keys; `loss(outputs, batch)` returns sw.Loss(total, count). The same command again goes
     on where the run stands. Collective: every rank makes the same calls.
 
@@ -99,7 +102,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: Callable[[], nn.Module] | nn.Module,
+        model: Callable[[], nn.Module] | nn.Module | str,
         *,
         loss: LossFunction,
         data: Any,
@@ -166,10 +169,12 @@ class Trainer:
         module, initialize = (built.module, None) if built is not None else setup.build_model(model, recipe)
         setup.require_vocabulary(module, self.data)
         self.plan = setup.obeying(plan, recipe) if plan is not None else setup.make_plan(recipe, module)
-        self.inputs = call_inputs(module, self.inputs)
+        self.inputs = call_inputs(module, setup.inputs_of(model, self.inputs))
         self.not_probed, self.not_tried = "", built.not_tried if built is not None else ""
         if built is None and initialize is None:
             self.not_tried = before_ranks.rehearsed(module, self.plan.decision, recipe, self.data, self.inputs)
+        if isinstance(model, str):
+            self.not_probed = "a Hugging Face model's weights are read when it is split already"
         if initialize is None:
             refuse_mixing(module, recipe.model)
             self.not_probed = require_additive(module, self.loss, self.inputs, self.data, recipe.model, recipe.seed)

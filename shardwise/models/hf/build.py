@@ -1,0 +1,114 @@
+"""A causal language model of transformers, on meta, and how each rank fills its own part of it from the folder."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.models import inspect
+from shardwise.models.hf import folder as folders
+from shardwise.models.hf import weights
+from shardwise.models.hf.folder import Stored
+from shardwise.names import canonical
+
+# What forward gets of a batch; labels stay with the loss. A batch of token data has its ids as `tokens`.
+_TAKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds")
+_NAMES_SHOWN = 5
+
+
+def causal_lm(model: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
+    """The module that `model` names, on meta, and what fills its shards.
+
+    A file's names are compared with the module's in both directions. Code of the folder's own is never run.
+    Raises: ModelError for what is missing, left over, of another shape, or no causal language model.
+    """
+    folder = folders.find(model)
+    module = _on_meta(folder)
+    held = _matched(module, folders.stored(folder), folder)
+    first = {name: group[0] for group in inspect.ties(module) for name in group}
+    found = {name: held[name] for name in held} | {
+        name: held[other] for name in first for other in first if first[name] == first[other] and other in held
+    }
+    return module, lambda placed: weights.fill(placed, found)
+
+
+def inputs(batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch's part that forward takes. Raises: ModelError for a batch without token ids."""
+    taken = {key: batch[key] for key in _TAKEN if key in batch}
+    if "tokens" in batch:
+        taken.setdefault("input_ids", batch["tokens"])
+    if "input_ids" not in taken and "inputs_embeds" not in taken:
+        raise ModelError(
+            f"The batch has {', '.join(map(str, batch))}, and no input_ids.",
+            fix="name the token ids input_ids (or tokens), or give inputs=lambda batch: (args, kwargs)",
+        )
+    return (), {**taken, "use_cache": False}
+
+
+def _on_meta(folder: Path) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise folders.needs_extra(error) from error
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            module: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ModelError(
+            f"{folder} is no causal language model that transformers builds.",
+            why=str(error).strip().splitlines()[0],
+            fix="a model whose config transformers knows; code that comes with a model is never run",
+        ) from error
+    _require_plain_names(module, folder)
+    return module.train()
+
+
+def _require_plain_names(module: nn.Module, folder: Path) -> None:
+    """Raises: ModelError for a family whose files hold its weights otherwise than its modules do."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    changed = [one for one in get_model_conversion_mapping(module) or () if isinstance(one, WeightConverter)]
+    if changed:
+        raise ModelError(
+            f"{type(module).__name__} ({folder}) cannot be loaded yet.",
+            why="its files hold experts one by one and its modules hold them together, which is not built",
+            fix="a dense model, or model=lambda: AutoModelForCausalLM.from_pretrained(...) where a host can hold it",
+        )
+
+
+def _matched(module: nn.Module, files: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
+    """The file's tensor of each name of the module's that it holds. Raises: ModelError for a two-way difference."""
+    wanted = {canonical(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+    wanted |= {n: b for n, b in module.named_buffers() if n in module.state_dict()}
+    prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    named = {
+        prefix + name if name not in wanted and prefix + name in wanted else name: one for name, one in files.items()
+    }
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    more = [n for n in named if n not in wanted and not any(re.search(pattern, n) for pattern in ignored)]
+    tied = {name: group for group in inspect.ties(module) for name in group}
+    less = [name for name in wanted if not any(other in named for other in tied.get(name, (name,)))]
+    if more or less:
+        raise ModelError(
+            f"The files of {folder} and its config are not of one model.",
+            why="; ".join(
+                f"{len(names)} {said}: {', '.join(names[:_NAMES_SHOWN])}{', ...' if len(names) > _NAMES_SHOWN else ''}"
+                for names, said in ((less, "in the model and no file"), (more, "in a file and not in the model"))
+                if names
+            ),
+            fix="give the files that belong to this config.json",
+        )
+    for name, one in named.items():
+        if name in wanted and tuple(wanted[name].shape) != one.shape:
+            raise ModelError(
+                f"{name} is {list(one.shape)} in {one.file.name}, and {list(wanted[name].shape)} in the model.",
+                why="its config.json describes another size",
+                fix="give the files that belong to this config.json",
+            )
+    return {name: one for name, one in named.items() if name in wanted}

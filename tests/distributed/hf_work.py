@@ -1,0 +1,79 @@
+"""What the pool's ranks run for Hugging Face models: tiny ones of each family, from a folder on the disk."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.parallel.parallelize import parallel_of
+from shardwise.train.setup import next_token_loss
+from tests.distributed.work import VOCABULARY, UnevenTokens, whole
+
+SAMPLES, GLOBAL_BATCH, LR, CLIP = 30, 12, 0.1, 0.5
+_SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 5},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt_neox": {},
+    "phi3": {"num_key_value_heads": 4},
+    "olmo2": {},
+}
+
+
+def write(family: str, folder: Path, **more: Any) -> Path:
+    """A tiny model of a family with numbers that training has not made: norms and biases are no ones and zeros."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**_SHAPE, **FAMILIES.get(family, {}), **more})
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    module.save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def by_hand(folder: Path, steps: int) -> dict[str, Any]:
+    """transformers' own loading and forward in one process, the whole batch at once, in fp64."""
+    from transformers import AutoModelForCausalLM
+
+    module = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_kernels=False).to(torch.float64).train()
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    data, losses, norms = UnevenTokens(SAMPLES), [], []
+    start = {name: p.detach().clone().numpy() for name, p in module.named_parameters()}
+    for step in range(steps):
+        rows = [data[i] for i in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)]
+        tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+        logits = module(input_ids=tokens, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP).detach()))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    end = {name: p.detach().numpy() for name, p in module.named_parameters()}
+    return {"losses": losses, "norms": norms, "start": start, "end": end}
+
+
+def train(folder: str, run: str, plan: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A Trainer on the folder: its losses and norms, and the weights that it began with, as this rank's whole ones."""
+    trainer = sw.Trainer(
+        model=folder, loss=next_token_loss, data=sw.Batches(UnevenTokens(SAMPLES), workers=0, shuffle=False),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=LR), global_batch=GLOBAL_BATCH, micro_batch=2,
+        precision="fp64", clip_norm=CLIP, plan=plan, run=run, sequence_parallel=False,
+    )  # fmt: skip
+    start = {name: whole(p).tolist() for name, p in trainer.model.named_parameters()}
+    steps_ = [(step.loss, step.grad_norm) for step in trainer.run(steps=steps)]
+    held = sum(p.numel() for p in trainer.model.parameters())
+    return {"steps": steps_, "start": start, "held": held, "split": parallel_of(trainer.model).tensor is not None}

@@ -1,0 +1,71 @@
+"""Hugging Face models from a folder: every family under every kind of split is transformers' own, in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from shardwise.checkpoint.export import export
+from shardwise.checkpoint.store import LocalStore
+from tests.distributed import hf_work
+from tests.distributed.pool import Pool
+
+nightly = pytest.mark.nightly
+STEPS = 2
+# transformers computes norms in fp32 whatever the weights are: one rounding there may fall to the other side. SGD, as
+# AdamW divides such a difference by a gradient that may be next to nothing.
+BOUND = 1e-7
+SPLITS = {
+    "zero3": ({"dp_shard": 2, "zero": 3}, 2),
+    "tp2": ({"tp": 2}, 2),
+    "pp2": ({"pp": 2}, 2),
+    "tp2-pp2": ({"tp": 2, "pp": 2}, 4),
+}
+IN_CI = {("llama", "zero3"), ("qwen3", "tp2-pp2"), ("gemma3_text", "pp2"), ("gpt2", "tp2"), ("phi3", "tp2")}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hf")
+    return {family: hf_work.write(family, root / family) for family in hf_work.FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [
+        pytest.param(family, split, marks=() if (family, split) in IN_CI else nightly)
+        for family in hf_work.FAMILIES for split in SPLITS
+    ],
+)  # fmt: skip
+def test_a_family_under_a_split_is_transformers_own(
+    pool: Pool, folders: dict[str, Path], tmp_path: Path, family: str, split: str
+) -> None:
+    plan, world = SPLITS[split]
+    expected = hf_work.by_hand(folders[family], STEPS)
+    asked: dict[str, Any] = {"folder": str(folders[family]), "run": str(tmp_path / "run"), "plan": plan, "steps": STEPS}
+    told = pool.run(world, "tests.distributed.hf_work:train", **asked)
+    seen = set()
+    for rank in told:
+        np.testing.assert_allclose([loss for loss, _ in rank["steps"]], expected["losses"], rtol=BOUND)
+        np.testing.assert_allclose([norm for _, norm in rank["steps"]], expected["norms"], rtol=BOUND)
+        for name, value in rank["start"].items():
+            # A tied weight of a later stage has its second name there.
+            name = name if name in expected["start"] else "model.embed_tokens.weight"
+            np.testing.assert_array_equal(np.asarray(value), expected["start"][name], err_msg=name)
+            seen.add(name)
+    assert seen == set(expected["start"])
+    out = tmp_path / "out"
+    store, folder = LocalStore(tmp_path / "run" / "checkpoints"), newest(tmp_path / "run").name
+    export(store, folder, out, folders[family], file_bytes=40_000)
+    module, loading = AutoModelForCausalLM.from_pretrained(out, use_kernels=False, output_loading_info=True)
+    assert not any(loading.values()), loading
+    for name, parameter in module.named_parameters():
+        wanted = expected["end"][name]
+        size = np.abs(wanted).max()
+        np.testing.assert_allclose(parameter.detach().numpy() / size, wanted / size, rtol=0, atol=BOUND, err_msg=name)
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").glob("step-*"))
