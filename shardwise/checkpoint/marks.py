@@ -3,6 +3,7 @@
 .pinned-<folder>       never deleted by retention; why, and since when
 .evaluated-<folder>    the loss and metrics that its weights gave
 .passed-over-<folder>  not to be resumed from, though it is whole; why, and since when
+.failed-<folder>       attempts that went on from it, failed, and had committed nothing
 """
 
 import contextlib
@@ -14,8 +15,8 @@ import msgspec
 
 from shardwise.checkpoint.store import Store
 
-PINNED, EVALUATED, PASSED_OVER = ".pinned-", ".evaluated-", ".passed-over-"
-_KINDS = (PINNED, EVALUATED, PASSED_OVER)
+PINNED, EVALUATED, PASSED_OVER, FAILED = ".pinned-", ".evaluated-", ".passed-over-", ".failed-"
+_KINDS = (PINNED, EVALUATED, PASSED_OVER, FAILED)
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,7 +34,14 @@ class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema_version: Literal[1] = 1
 
 
-Mark = TypeVar("Mark", Said, Scores)
+class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The attempts that failed from a checkpoint, by names that no other attempt has."""
+
+    attempts: tuple[str, ...]
+    schema_version: Literal[1] = 1
+
+
+Mark = TypeVar("Mark", Said, Scores, Tried)
 
 
 def pin(store: Store, folder: str, why: str = "asked", *, now: float | None = None) -> bool:
@@ -77,6 +85,20 @@ def scores(store: Store) -> dict[str, Scores]:
     return _read_all(store, EVALUATED, Scores)
 
 
+def failed(store: Store, folder: str, attempt: str) -> None:
+    """Said by any rank of an attempt, as often as it likes; of two attempts at once, which one store never has, the
+    later word would count alone. Raises: OSError.
+    """
+    known = _read_all(store, FAILED, Tried).get(folder, Tried(()))
+    if attempt not in known.attempts:
+        _write(store, FAILED + folder, Tried((*known.attempts, attempt)))
+
+
+def failures(store: Store) -> dict[str, int]:
+    """How many attempts failed, by the folder that they went on from. Raises: OSError."""
+    return {folder: len(tried.attempts) for folder, tried in _read_all(store, FAILED, Tried).items()}
+
+
 def marked(keys: list[str]) -> dict[str, list[str]]:
     """Of all keys of a store those that are marks, by their folder."""
     found: dict[str, list[str]] = {}
@@ -87,7 +109,7 @@ def marked(keys: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def _write(store: Store, key: str, value: Said | Scores) -> None:
+def _write(store: Store, key: str, value: Said | Scores | Tried) -> None:
     store.write(key, [msgspec.json.encode(value)])
 
 

@@ -88,6 +88,21 @@ class LocalStore:
                 raise
             _fsync_folder(path.parent)
 
+    def link(self, key: str, source: Path) -> bool:
+        """Gives a file a second name here, since no file is ever changed in place; False where that cannot be done, as
+        from another file system. Not durable before a key in the same folder is written.
+        """
+        path = self._path(key)
+        with telling("written", path):
+            _make_durable_folder(path.parent)
+        try:
+            os.link(source, path)
+        except FileExistsError:
+            return path.samefile(source)
+        except OSError:
+            return False
+        return True
+
     def free_bytes(self) -> int | None:
         """What this user may still write there; None where it cannot be known."""
         folder = self.root

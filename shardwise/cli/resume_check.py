@@ -2,8 +2,6 @@
 against what the run recorded.
 """
 
-import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -13,9 +11,10 @@ import msgspec
 
 from shardwise.checkpoint import proof
 from shardwise.checkpoint.audit import survey
-from shardwise.checkpoint.manifest import MANIFEST, Manifest, seal
+from shardwise.checkpoint.fork import copied
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.proof import Span, Told
-from shardwise.checkpoint.retention import Committed, folder_name, look
+from shardwise.checkpoint.retention import Committed, look
 from shardwise.checkpoint.store import LocalStore, Store
 from shardwise.cli.checkpoints import Place, find, told
 from shardwise.cli.follow import follow
@@ -28,8 +27,6 @@ from shardwise.launch import local, run_folder
 from shardwise.plan.check import require
 from shardwise.plan.plan import Plan
 from shardwise.report import checkpoints as report
-
-_COPY_BYTES = 16 * 2**20
 
 
 class Asked(NamedTuple):
@@ -111,28 +108,8 @@ def _plan_of(span: Span, run: Path) -> Plan:
 
 def _lay_out(store: Store, first: Committed, recipe: Recipe, run: Path) -> None:
     """A run folder that holds this one checkpoint: links to its files on a file system, else copies."""
-    folder = run_folder.checkpoints_folder(run) / folder_name(first.manifest.step, "", "00000000", 0)
-    folder.mkdir(parents=True)
-    for file in first.manifest.files:
-        if isinstance(store, LocalStore):
-            _link(store.root / first.folder / file.name, folder / file.name)
-        else:
-            _copy(store, f"{first.folder}/{file.name}", folder / file.name)
-    (folder / MANIFEST).write_bytes(seal(msgspec.structs.replace(first.manifest, lineage="")))
+    copied(store, first.folder, LocalStore(run_folder.checkpoints_folder(run)), "")
     run_folder.write_record(run, run_folder.RunRecord(recipe=_quiet(recipe, run)))
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def _copy(store: Store, key: str, target: Path) -> None:
-    with target.open("xb") as file:
-        while piece := store.read(key, file.tell(), _COPY_BYTES):
-            file.write(piece)
 
 
 def _quiet(recipe: Recipe, run: Path) -> Recipe:

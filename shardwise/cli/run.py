@@ -5,7 +5,10 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwise.checkpoint.fork import beginnings
+from shardwise.checkpoint.lineage import kept_at
 from shardwise.cli.attempts import Again, exit_of, supervised
+from shardwise.cli.checkpoints import told
 from shardwise.cli.follow import Followed, follow
 from shardwise.errors import RecipeError
 from shardwise.events.reader import read
@@ -92,7 +95,7 @@ class _Attempts:
 
     def prepare(self, leave_out: frozenset[int]) -> int:
         folder = self.folder()
-        if self.asked.restarts is None and (folder is None or run_folder.newest_checkpoint(folder) is None):
+        if self.asked.restarts is None and not _goes_on(folder):
             raise Again(Stop(1, "no checkpoint holds anything of it; --restarts N starts it again from its beginning"))
         here = local.probe_cluster().devices if self.cluster.kind == "gpu" else None
         span = Span(self.ranks, self.ranks)
@@ -100,3 +103,15 @@ class _Attempts:
         if world_of(span, here, 0) is None:
             raise Again(too_few(span, here or 0))
         return self.ranks
+
+
+def _goes_on(folder: Path | None) -> bool:
+    """Whether the run in this folder has a checkpoint to go on from, in its own folder or in its store.
+
+    Raises: CheckpointError where its store cannot be read.
+    """
+    record = run_folder.read_record(folder) if folder is not None else None
+    if folder is None or record is None:
+        return False
+    with told():
+        return bool(beginnings(*kept_at(folder, record.recipe)))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwise.cli import fork
 from shardwise.cli.attempts import Again, exit_of, supervised
 from shardwise.cli.follow import Followed, follow
 from shardwise.data.token_file import prepare_recipe
@@ -51,16 +52,15 @@ def train(asked: Asked) -> int:
         raise RecipeError(f"--devices {asked.devices} is no number of ranks.", fix="--devices 4, or --devices 2:4")
     overrides = asked.overrides if asked.devices is None else (*asked.overrides, f"train.devices={asked.devices}")
     recipe = recipes.load(asked.recipe, overrides)
-    source = recipe.run
-    if asked.fork is not None:
-        recipe, _ = run_folder.planned_fork(source, asked.fork, recipe)
+    made_from = None if asked.fork is None else fork.planned(recipe.run, asked.fork, recipe)
+    recipe = recipe if made_from is None else made_from.recipe
     made = _plan(recipe)
     if not_tried := before_ranks.require_module(made):
         print(f"the module was not run in its parts: {not_tried}", file=sys.stderr)
     if asked.dry_run:
         return _dry_run(made, asked.as_json)
-    if asked.fork is not None:
-        run_folder.fork(source, asked.fork, recipe)
+    if made_from is not None:
+        fork.make(made_from)
     run_folder.require_free(recipe.run)
     if not asked.fresh:
         state = run_folder.open_run(recipe.run, recipe)

@@ -13,8 +13,6 @@
 import contextlib
 import fcntl
 import os
-import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,7 +27,6 @@ from shardwise.inputs.recipe_changes import Change, changed
 from shardwise.plan.plan import Plan
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-MANIFEST = "manifest.json"
 TRAINING, COMMAND = "lock", "command.lock"
 
 
@@ -204,24 +201,11 @@ def move_aside(folder: str | Path) -> Path | None:
     return aside
 
 
-def fork(source: str | Path, name: str, recipe: Recipe) -> Recipe:
-    """Make the run NAME beside `source`, with its newest committed checkpoint; the recipe of the new run.
-
-    The same fork again goes on.
+def planned_fork(source: str | Path, name: str, recipe: Recipe) -> tuple[Recipe, RunRecord | None]:
+    """The recipe of the run NAME beside `source`, and the record of what it begins from; None where this fork was made
+    already, and goes on. Changes nothing.
 
     Raises: RunFolderError where there is nothing to fork, or NAME is another run.
-    """
-    forked, newest = planned_fork(source, name, recipe)
-    if newest is not None:
-        _copy_checkpoint(newest, checkpoints_folder(forked.run) / newest.name)
-        write_record(forked.run, RunRecord(recipe=forked, forked_from=str(source)))
-    return forked
-
-
-def planned_fork(source: str | Path, name: str, recipe: Recipe) -> tuple[Recipe, Path | None]:
-    """The recipe of the fork and the checkpoint that it begins at, None where it is there already. Changes nothing.
-
-    Raises: RunFolderError as `fork`.
     """
     source = Path(source)
     target = source.parent / name
@@ -233,52 +217,15 @@ def planned_fork(source: str | Path, name: str, recipe: Recipe) -> tuple[Recipe,
         if record.forked_from == str(source):
             return forked, None
         raise RunFolderError(f"--fork {name}: {target} is another run already.", fix="give a new name")
-    if read_record(source) is None:
+    begun = read_record(source)
+    if begun is None:
         raise RunFolderError(f"--fork {name}: there is no run in {source}.", fix="start it first, without --fork")
-    if recipe.checkpoint.store:
-        raise RunFolderError(
-            f"--fork {name}: the checkpoints of {source} lie in {recipe.checkpoint.store}.",
-            why="a fork begins with a copy in its own run folder, and they belong to that run's name",
-            fix="start another run, without --fork; or fork one whose checkpoint.store is left out",
-        )
-    newest = newest_checkpoint(source)
-    if newest is None:
-        raise RunFolderError(f"--fork {name}: {source} has no committed checkpoint.", fix="start without --fork")
-    return forked, newest
+    return forked, begun
 
 
-def newest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest committed checkpoint, a folder with a manifest, which is written last; None without one. What a run
-    passes over (checkpoint/marks.py) is no beginning either.
-    """
-    committed = [path.parent for path in checkpoints_folder(folder).glob(f"*/{MANIFEST}")]
-    good = [path for path in committed if not path.with_name(f".passed-over-{path.name}").exists()]
-    return max(good, key=_step_of, default=None)
-
-
-def _step_of(checkpoint: Path) -> tuple[int, str]:
-    step = re.search(r"\d+", checkpoint.name)
-    return int(step.group()) if step else 0, checkpoint.name
-
-
-def _copy_checkpoint(source: Path, target: Path) -> None:
-    """Hard links where the file system has them (files are never changed in place); the manifest last."""
-
-    def link(a: str, b: str) -> str:
-        try:
-            os.link(a, b)
-        except OSError:
-            shutil.copy2(a, b)
-        return b
-
-    shutil.copytree(
-        source,
-        target,
-        copy_function=link,
-        ignore=shutil.ignore_patterns(MANIFEST, ".*.tmp"),
-        dirs_exist_ok=True,
-    )
-    shutil.copy2(source / MANIFEST, target / MANIFEST)
+def record_fork(source: str | Path, recipe: Recipe) -> None:
+    """Once its beginning is there: from now on the fork is a run."""
+    write_record(recipe.run, RunRecord(recipe=recipe, forked_from=str(Path(source))))
 
 
 @contextlib.contextmanager

@@ -3,9 +3,10 @@
 import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -19,15 +20,19 @@ from shardwise.launch.heartbeat import HEART
 from shardwise.plan.plan import Decision
 from shardwise.resilience import watchdog
 
+# What a failure may wait for a store that is told of it: a request and one more, and little of a hang's bound.
+COUNT_SECONDS = 10.0
+
 
 class Where:
     """Where this rank stands, for the message of an error: updated by the loop, read when something is raised.
 
-    Every change is a heartbeat.
+    Every change is a heartbeat. `count`: tells others than this run folder of a failure, where there are some.
     """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
+        self.count: Callable[[], None] | None = None
         self._attempt, self._step, self._phase = 0, 0, "setup"
 
     @property
@@ -136,7 +141,21 @@ def end_with(error: BaseException) -> None:
         text = f"{failed.traceback}rank {failed.rank} failed at step {failed.step} ({failed.phase})"
     sys.stdout.flush()
     print(text, file=screen, flush=True)
+    if WHERE.count is not None:
+        _within(COUNT_SECONDS, WHERE.count)
     os._exit(failed.exit_code)
+
+
+def _within(seconds: float, act: Callable[[], None]) -> None:
+    """Waits for `act` no longer than that, and for nothing that it raises: peers wait for this rank's end."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            act()
+
+    thread = threading.Thread(target=quietly, name="shardwise-failure", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

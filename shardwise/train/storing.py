@@ -5,23 +5,23 @@ every attempt fails from.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import secrets
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-import msgspec
-
 from shardwise import ranks
 from shardwise.checkpoint import marks
+from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.lease import Lease, Leased
-from shardwise.checkpoint.manifest import digest_of
-from shardwise.checkpoint.object_store import ObjectStore, Tell, require_create, say_on_stderr, store_at
-from shardwise.checkpoint.retention import Listing, look
-from shardwise.checkpoint.store import LocalStore, Store
+from shardwise.checkpoint.lineage import kept_at
+from shardwise.checkpoint.object_store import ObjectStore, Tell, require_create, say_on_stderr
+from shardwise.checkpoint.retention import Listing, look, step_of
+from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError, RunFolderError
 from shardwise.events.values import AnyEvent, Failed, Resumed, RunStarted, Saved
 from shardwise.inputs.recipe import Recipe
-from shardwise.inputs.recipe_changes import fixed_keys
 from shardwise.launch import run_folder
 from shardwise.launch.run_folder import RunState
 from shardwise.train import opening
@@ -30,10 +30,13 @@ FRUITLESS_LIMIT = 3
 
 
 class Kept(NamedTuple):
-    """The store of this rank, and the lineage that its checkpoints have there."""
+    """The store of this rank, and the lineage that its checkpoints have there; where it is no run folder's, the name of
+    this attempt, the same on all ranks.
+    """
 
     store: Store
     lineage: str
+    attempt: str = ""
 
     def tell_with(self, tell: Tell) -> None:
         """Further tries of a store by URL are told so from now on, on rank 0; the others' stay on stderr, their log."""
@@ -49,9 +52,9 @@ def open_store(held: contextlib.ExitStack, recipe: Recipe, opened: RunState, *, 
     is there; CheckpointError where it cannot be used; RecipeError.
     """
     where = recipe.checkpoint.store
+    store, lineage = kept_at(opened.folder, recipe)
     if not where:
-        return Kept(LocalStore(run_folder.checkpoints_folder(opened.folder)), "")
-    store, lineage = store_at(where, say_on_stderr), lineage_of(recipe)
+        return Kept(store, lineage)
     leases: list[Lease] = []
 
     def hold() -> None:
@@ -66,12 +69,8 @@ def open_store(held: contextlib.ExitStack, recipe: Recipe, opened: RunState, *, 
                 )
 
     ranks.on_main(hold)
-    return Kept(Leased(store, leases[0]) if leases else store, lineage)
-
-
-def lineage_of(recipe: Recipe) -> str:
-    """The same for every attempt of a run, on any machine: its name, and what it may not change."""
-    return digest_of(msgspec.json.encode([recipe.run, fixed_keys(recipe)], order="sorted"))
+    attempt = str(ranks.broadcast_json(secrets.token_hex(8)))
+    return Kept(Leased(store, leases[0]) if leases else store, lineage, attempt)
 
 
 def refuse_silent_start(kept: Kept, opened: RunState) -> None:
@@ -111,21 +110,42 @@ def strangers(listing: Listing) -> list[str]:
 
 
 def pass_over_fruitless(kept: Kept, opened: RunState) -> None:
-    """Marks a checkpoint that attempt after attempt failed from, where there is an older one. Collective."""
+    """Marks a checkpoint that attempt after attempt failed from, where there is an older one: attempts of this run
+    folder, and in a store those of any machine. Collective.
+    """
 
     def mark() -> None:
         told = opening.told_before(opened)
         path, failed = fruitless(told, run_folder.failures(opened.folder, 0.0))
-        folder = PurePosixPath(path).name
-        if failed < FRUITLESS_LIMIT:
-            return
         with _told(str(kept.store)):
+            counted = marks.failures(kept.store)
             over = marks.passed_over(kept.store)
             left = [item.folder for item in look(kept.store, kept.lineage).committed if item.folder not in over]
-            if folder in left[:-1]:
-                marks.pass_over(kept.store, folder, f"{failed} attempts in a row failed from it and committed nothing")
+            # Newest first: the last has no older one.
+            for folder in left[:-1]:
+                count = max(counted.get(folder, 0), failed if folder == PurePosixPath(path).name else 0)
+                if count >= FRUITLESS_LIMIT:
+                    marks.pass_over(kept.store, folder, f"{count} attempts failed from it and committed nothing")
 
     ranks.on_main(mark)
+
+
+def counting(kept: Kept, checkpointer: Checkpointer) -> Callable[[], None]:
+    """To be called when a rank raises: a store is told that the checkpoint which this attempt went on from has seen one
+    more failure, unless a later one was committed. A run folder knows by itself; a store outlives it, and tells the
+    machine that comes next.
+
+    Holds the checkpointer, and with it the model, no longer than its Trainer does.
+    """
+    seen = weakref.ref(checkpointer)
+
+    def count() -> None:
+        held = seen()
+        folder = PurePosixPath(held.resumed_from or "").name if held is not None else ""
+        if kept.attempt and held is not None and folder and held.saved_step == step_of(folder):
+            marks.failed(kept.store, folder, kept.attempt)
+
+    return count
 
 
 def fruitless(attempts: Sequence[Sequence[AnyEvent]], failures: Sequence[Failed]) -> tuple[str, int]:

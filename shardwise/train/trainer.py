@@ -424,6 +424,7 @@ class Trainer:
         self.kept.tell_with(self.journal.fallback)
         storing.pass_over_fruitless(self.kept, opened)
         self.keeping = Keeping(self.checkpointer, interval, self.stopping.budget, self.reading, self.journal)
+        WHERE.count = storing.counting(self.kept, self.checkpointer)
         trained = self.number
         self.number = self.checkpointer.resume(strict_world=False)
         if self.number == 0 and trained:

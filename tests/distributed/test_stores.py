@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from shardwise.checkpoint.lease import Lease
+from shardwise.checkpoint.lineage import lineage_of
 from shardwise.checkpoint.object_store import ObjectStore
 from shardwise.events.reader import read
 from shardwise.events.values import Fallback
 from shardwise.inputs.recipe import Recipe
 from shardwise.launch import run_folder
-from shardwise.train.storing import lineage_of
 from tests import s3_server
 from tests.distributed.pool import Pool, RankRaised
 

@@ -1,4 +1,4 @@
-"""The run folder: new, going on, finished, in use, moved aside, forked."""
+"""The run folder: new, going on, finished, in use, moved aside."""
 
 import os
 import subprocess
@@ -17,12 +17,10 @@ from shardwise.launch import run_folder
 from shardwise.launch.run_folder import (
     COMMAND,
     RunRecord,
-    fork,
     held,
     locked,
     move_aside,
     open_run,
-    planned_fork,
     require_free,
 )
 from shardwise.plan.plan import Plan
@@ -144,66 +142,6 @@ def test_starting_over_moves_the_old_run_aside_and_deletes_nothing(folder: Path)
         pass
     aside = [folder.with_name(f"one.{number}") for number in (1, 2)]
     assert [(path / "mine").read_text() for path in aside] == ["1", "2"]
-
-
-def committed(folder: Path, step: int) -> Path:
-    path = folder / "checkpoints" / f"step-{step:08d}-{99 - step}aa06-83687d02-0"
-    path.mkdir(parents=True)
-    (path / "rank-0.safetensors").write_bytes(b"weights")
-    (path / "manifest.json").write_text("{}")
-    return path
-
-
-def test_a_fork_takes_the_newest_committed_checkpoint_and_goes_on_when_asked_again(folder: Path) -> None:
-    with held(folder, recipe(folder)):
-        committed(folder, 5)
-        newest = committed(folder, 10)
-        (folder / "checkpoints" / "step-00000015").mkdir()  # never committed
-    asked = recipe(folder, "seed=7")
-    looked, beginning = planned_fork(folder, "other", asked)
-    assert beginning == newest and not (folder.parent / "other").exists(), "a dry run makes nothing"
-    forked = fork(folder, "other", asked)
-    assert forked == looked
-    assert forked.run == str(folder.parent / "other")
-    copies = list((folder.parent / "other" / "checkpoints").iterdir())
-    assert [copy.name for copy in copies] == [newest.name]
-    assert (copies[0] / "rank-0.safetensors").read_bytes() == b"weights"
-    state = open_run(forked.run, forked)
-    assert (state.attempt, state.resume, state.changes) == (1, True, ())
-    assert fork(folder, "other", asked) == forked
-
-
-def test_a_fork_begins_at_no_checkpoint_that_the_run_passes_over(folder: Path) -> None:
-    with held(folder, recipe(folder)):
-        good = committed(folder, 5)
-        bad = committed(folder, 10)
-        bad.with_name(f".passed-over-{bad.name}").write_bytes(b"{}")
-    assert planned_fork(folder, "other", recipe(folder))[1] == good
-
-
-def test_a_fork_of_a_run_whose_checkpoints_lie_at_a_url_is_refused(folder: Path) -> None:
-    with held(folder, recipe(folder)):
-        committed(folder, 5)
-    with pytest.raises(RunFolderError, match="lie in s3://bucket/mine"):
-        fork(folder, "other", recipe(folder, "checkpoint.store=s3://bucket/mine"))
-    assert fork(folder, "other", recipe(folder)).run == str(folder.parent / "other")
-
-
-def test_a_fork_of_nothing_or_onto_another_run_is_refused(folder: Path) -> None:
-    with pytest.raises(RunFolderError, match="there is no run"):
-        fork(folder, "other", recipe(folder))
-    with held(folder, recipe(folder)):
-        pass
-    with pytest.raises(RunFolderError, match="no committed checkpoint"):
-        fork(folder, "other", recipe(folder))
-    committed(folder, 1)
-    other = folder.parent / "other"
-    with held(other, recipe(other)):
-        pass
-    with pytest.raises(RunFolderError, match="another run already"):
-        fork(folder, "other", recipe(folder))
-    with pytest.raises(RunFolderError, match="is not a name"):
-        fork(folder, "../other", recipe(folder))
 
 
 def test_a_record_comes_back_and_a_broken_one_is_refused(folder: Path) -> None:

@@ -1,6 +1,8 @@
 """Where a run's checkpoints lie: whose they are on any machine, and which of them is not tried again."""
 
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ import msgspec
 import pytest
 
 from shardwise.checkpoint import marks
+from shardwise.checkpoint.lineage import lineage_of
 from shardwise.checkpoint.manifest import MANIFEST, seal
-from shardwise.checkpoint.retention import folder_name, look
+from shardwise.checkpoint.retention import folder_name, look, retain
 from shardwise.checkpoint.store import LocalStore
 from shardwise.errors import CheckpointError, RecipeError
 from shardwise.events.values import AnyEvent, Failed, Resumed, RunStarted, Saved, to_line
@@ -30,16 +33,16 @@ def recipe(**tables: Any) -> Recipe:
 
 
 def test_a_run_has_one_lineage_whatever_it_may_change_on_the_way() -> None:
-    first = storing.lineage_of(recipe())
+    first = lineage_of(recipe())
     for tables in (
         {"train": {"steps": 99, "plan": {"zero": 2}, "devices": 2}},
         {"optimizer": {"lr": 1e-5}},
         {"checkpoint": {"keep": 9, "store": "s3://bucket/x"}},
         {"seed": 0},  # What is at its default may as well not be given.
     ):
-        assert storing.lineage_of(recipe(**tables)) == first
+        assert lineage_of(recipe(**tables)) == first
     for tables in ({"run": "runs/other"}, {"seed": 1}, {"model": {"preset": "decoder-124m"}}):
-        assert storing.lineage_of(recipe(**tables)) != first
+        assert lineage_of(recipe(**tables)) != first
 
 
 def test_a_run_folder_cannot_be_a_url_and_the_fix_is_accepted() -> None:
@@ -115,6 +118,69 @@ def test_a_checkpoint_that_three_attempts_failed_from_is_passed_over_where_there
     opened = run_with(tmp_path, attempts, [failure(11), failure(21), failure(31)])
     storing.pass_over_fruitless(storing.Kept(store, ""), opened)
     assert (newest in marks.passed_over(store)) is passed
+
+
+ATTEMPTS = """
+import os, sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import shardwise as sw
+x = torch.arange(64.0).reshape(16, 4) / 64
+def attempt(number, fails_at):
+    trainer = sw.Trainer(
+        model=lambda: nn.Linear(4, 1), loss=lambda o, b: sw.Loss((o - b[1]).square().sum(), len(b[1])),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01), global_batch=8, run="run",
+        data=sw.Batches(TensorDataset(x, x.sum(1, True)), workers=0),
+        checkpoint=sw.CheckpointPolicy(every_steps=2, asynchronous=False, store=sys.argv[1]))
+    first = 0
+    for step in trainer.run(steps=6):
+        first = first or step.number
+        if number == 0 and step.number == 5:
+            return first
+        if step.number == fails_at:
+            raise ValueError("a bad machine, or a bad checkpoint")
+    return first
+def on_a_machine_of_its_own(number, fails_at):
+    os.makedirs(f"machine-{number}")
+    if os.fork() == 0:
+        os.chdir(f"machine-{number}")
+        try:
+            print("began at", attempt(number, fails_at), flush=True)
+        except ValueError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(0)
+    os.wait()
+for number, fails_at in enumerate((0, 6, 6, 6, 0)):
+    on_a_machine_of_its_own(number, fails_at)
+"""
+
+
+def test_a_store_tells_the_next_machine_how_often_a_checkpoint_was_failed_from(tmp_path: Path) -> None:
+    """Each attempt in a run folder that knows nothing of the others: left after step 5, thrice failed, then well."""
+    store = LocalStore(tmp_path / "store")
+    done = subprocess.run(
+        [sys.executable, "-c", ATTEMPTS, str(store)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stderr.count("a bad machine, or a bad checkpoint") >= 3, done.stderr
+    # The last begins from the checkpoint of step 4, though that of step 5 is whole.
+    assert done.stdout.split("began at")[1:] == [" 1\n", " 5\n"], done.stdout + done.stderr
+    over = {folder: said.why for folder, said in marks.passed_over(store).items()}
+    assert [(folder[:13], why) for folder, why in over.items()] == [
+        ("step-00000005", "3 attempts failed from it and committed nothing")
+    ]
+
+
+def test_a_failure_counts_once_an_attempt_and_goes_with_its_checkpoint(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "checkpoints")
+    folder = commit(store, 5)
+    for attempt_name in ("a", "b", "a"):
+        marks.failed(store, folder, attempt_name)
+    assert marks.failures(store) == {folder: 2}
+    commit(store, 6)
+    newest = commit(store, 7)
+    retain(store, "", CheckpointPolicy(keep=1), newest)
+    assert marks.failures(store) == {} and [item.manifest.step for item in look(store, "").committed] == [7]
 
 
 # ---------------------------------------------------------------- no silent start
