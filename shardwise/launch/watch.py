@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from shardwise.launch.outcome import RankExit, RankLog, rank_exits
 POLL_SECONDS = 0.05
 # USR1: what SLURM sends ahead of a job's end (--signal=USR1@120).
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Within this what was killed is gone, unless it waits in the kernel.
+KILLED_SECONDS = 30.0
 # A traceback is held back this long: if the job ends meanwhile, the first failing rank's is shown instead.
 HOLD_SECONDS = 20.0
 
@@ -87,12 +90,17 @@ def _forward(launcher: int, number: int) -> None:
 
 
 def end_tree(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the launcher and everything below it at once, and wait until they are gone."""
-    processes.end_all(
+    """Kill the launcher and everything below it at once, and wait until they are gone; say what not even that ended."""
+    left = processes.end_all(
         lambda: local.tree_pids(process.pid) if process.returncode is None else (),
         grace_seconds=0.0,
-        limit_seconds=30.0,
+        limit_seconds=KILLED_SECONDS,
     )
+    if left:
+        told = ", ".join(f"{pid} ({processes.facts(pid).state})" for pid in left)
+        what = f"shardwise: not even KILL ended these processes within {KILLED_SECONDS:g} s: {told}"
+        why = "they wait in the kernel, most often for a file system that is gone"
+        print(f"{what}\n  why: {why}\n  fix: bring it back, or start the machine anew", file=sys.stderr, flush=True)
 
 
 def end_left(job: local.Job, *, grace_seconds: float = 5.0, limit_seconds: float = 30.0) -> list[int]:

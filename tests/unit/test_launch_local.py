@@ -1,6 +1,7 @@
 """Starting ranks on this machine: the command line, the environment, signals, output."""
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -184,6 +185,19 @@ def _wait_until_gone(pid: int) -> None:
     finally:
         os.close(ended)
     raise ProcessLookupError
+
+
+def test_what_is_still_there_after_a_kill_is_told_and_what_is_gone_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = local.start(job(tmp_path / "logs", script(tmp_path, "import signal\nsignal.pause()\n")))
+    # No time for a KILL to do anything: as if it did nothing.
+    monkeypatch.setattr(watch, "KILLED_SECONDS", 0.0)
+    watch.end_tree(process)
+    assert re.search(rf"not even KILL ended these .*: {process.pid} \((sleeping|running)\)", capsys.readouterr().err)
+    monkeypatch.undo()
+    watch.end_tree(process)
+    assert process.wait() == -signal.SIGKILL and capsys.readouterr().err == ""
 
 
 def test_a_hang_up_after_a_term_lets_the_rank_finish_what_it_saves(tmp_path: Path) -> None:
