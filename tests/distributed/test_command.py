@@ -37,7 +37,7 @@ every_steps = 4
 """
 
 
-def recipe(folder: Path, *, steps: int, devices: int = 2) -> list[str]:
+def recipe(folder: Path, *, steps: int, devices: int | str = 2) -> list[str]:
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text("".join(f"line {n} of a text to learn\n" for n in range(300)))
     (folder / "recipe.toml").write_text(RECIPE.format(steps=steps, devices=devices))
