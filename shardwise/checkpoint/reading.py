@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import xxhash
 
+from shardwise.checkpoint.lease import Leased
 from shardwise.checkpoint.manifest import Chunk, Damaged, FileEntry, read_stored
-from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.store import LocalStore, Store
 
 # Of a file at a time: small enough for a cache, large enough for a disk or a network; so many are read ahead.
 PIECE_BYTES = 4 * 2**20
@@ -23,9 +24,12 @@ class Wanted(NamedTuple):
     then: Callable[[memoryview], None]
 
 
-def read_file(store: Store, folder: str, file: FileEntry, wanted: Sequence[Wanted], *, whole: bool) -> None:
+def read_file(
+    store: Store, folder: str, file: FileEntry, wanted: Sequence[Wanted], *, whole: bool, alone: bool = False
+) -> None:
     """Fills the memory of every wanted chunk, against its digest. With `whole` the file is read to its end, against its
-    own digest too; else no more than the chunks are read.
+    own digest too; else no more than the chunks are read. `alone`: no other process of this node reads most of it, so
+    that it may as well be read past the page cache.
 
     Raises: Damaged, OSError.
     """
@@ -40,7 +44,7 @@ def read_file(store: Store, folder: str, file: FileEntry, wanted: Sequence[Wante
         if not one.chunk.bytes:
             _fill_alone(store, key, one)
     open_chunks: list[_Filling] = []
-    for piece in _pieces(store, key, file.bytes):
+    for piece in _stream(store, key, file.bytes) if alone else _pieces(store, key, file.bytes):
         hasher.update(piece)
         end = position + len(piece)
         while left and left[-1].chunk.start < end:
@@ -91,6 +95,18 @@ def _fill_alone(store: Store, key: str, wanted: Wanted) -> None:
         if len(piece) != length:
             raise _damaged(key, f"it ends inside the chunk at byte {chunk.start}")
         filling.take(memoryview(piece), chunk.start + start, key)
+
+
+def _stream(store: Store, key: str, size: int) -> Iterator[bytes | memoryview]:
+    """As `_pieces`, past the page cache where the store lies on a disk."""
+    inner = store.store if isinstance(store, Leased) else store
+    if not isinstance(inner, LocalStore):
+        yield from _pieces(store, key, size)
+        return
+    try:
+        yield from inner.stream(key, size)
+    except FileNotFoundError as error:
+        raise _damaged(key, "it is not there") from error
 
 
 def _pieces(store: Store, key: str, size: int) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
 """Resume: verify and stage everything in host memory; change the training only when all ranks could."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -15,10 +15,14 @@ from shardwise.checkpoint.packing import Reference, references, unpack
 from shardwise.checkpoint.reading import Wanted, read_file
 from shardwise.checkpoint.regions import DTYPES, dtype_name, local, region_of, to_bytes
 from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, join, own_name, parameter_names
+from shardwise.checkpoint.staging import host_memory
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.switch import Here, drawer
 from shardwise.errors import CheckpointError
 from shardwise.regions import Region, inside, overlap
+
+# Of the bytes that a rank needs: what all ranks hold alike, as counters of steps, is little.
+ALONE = 0.9
 
 
 class Staged(NamedTuple):
@@ -87,9 +91,19 @@ def stage(
     wanted: dict[str, list[Wanted]] = {file.name: [] for file in manifest.files}
     for name, target in targets.items():
         staged.values[name] = _want(entries[name], name, target, wanted)
-    for index, file in enumerate(manifest.files):
-        read_file(store, folder, file, wanted[file.name], whole=index % ranks.world() == ranks.rank())
+    mine = {file.name for index, file in enumerate(manifest.files) if index % ranks.world() == ranks.rank()}
+    alone = _alone(wanted, mine)
+    for file in manifest.files:
+        read_file(store, folder, file, wanted[file.name], whole=file.name in mine, alone=alone)
     return staged
+
+
+def _alone(wanted: Mapping[str, Sequence[Wanted]], mine: Collection[str]) -> bool:
+    """Whether this rank takes nearly all that it needs from the files that it verifies: then others do too, and no file
+    is read by many, for whom the page cache would hold it.
+    """
+    sizes = {name: sum(one.chunk.bytes for one in chunks) for name, chunks in wanted.items()}
+    return sum(sizes[name] for name in mine) >= ALONE * sum(sizes.values())
 
 
 def apply(staged: Staged, subject: Subject) -> None:
@@ -236,7 +250,8 @@ def entries_of(manifest: Manifest, role: str) -> dict[str, TensorEntry]:
 def _want(entry: TensorEntry, name: str, target: torch.Tensor, wanted: dict[str, list[Wanted]]) -> torch.Tensor:
     """Memory for this rank's region of a tensor; what fills it, from whichever chunks overlap it, goes to `wanted`."""
     region = region_of(name, target)
-    value, filled = torch.empty(region.shape, dtype=DTYPES[entry.dtype]), 0
+    dtype, filled = DTYPES[entry.dtype], 0
+    value = host_memory(region.numel * dtype.itemsize).view(dtype).view(region.shape)
     for chunk in entry.chunks:
         held = Region(chunk.offsets, chunk.shape)
         shared = overlap(region, held)

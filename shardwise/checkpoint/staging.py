@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from shardwise.checkpoint.regions import local
@@ -44,8 +45,15 @@ class HostBuffer:
     def _of(self, size: int, *, pinned: bool) -> torch.Tensor:
         if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() < pinned:
             self._memory = None
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else host_memory(size)
         return self._memory
+
+
+def host_memory(size: int) -> torch.Tensor:
+    """Bytes of nobody yet. NumPy asks for huge pages where they are many, torch does not: a first touch then costs a
+    fault for 2 MiB and not for each 4 KiB.
+    """
+    return torch.from_numpy(np.empty(size, np.uint8))
 
 
 def _copied(part: Part, memory: torch.Tensor) -> Part:

@@ -7,8 +7,9 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
+from shardwise.checkpoint.direct import read_blocks, write_new
 from shardwise.checkpoint.store_errors import telling
 from shardwise.errors import CheckpointError
 
@@ -49,9 +50,6 @@ class Store(Protocol):
 
     def exists(self, key: str) -> bool: ...
 
-
-# Large enough for a disk's full rate, small against a file.
-WRITE_BACK_BYTES = 16 * 2**20
 
 # File systems that cannot do it say so with one of these.
 _NOT_OFFERED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK})
@@ -121,13 +119,7 @@ class LocalStore:
         with telling("written", path):
             _make_durable_folder(path.parent)
             try:
-                with temporary.open("xb") as file:
-                    begun = 0
-                    for piece in pieces:
-                        file.write(piece)
-                        begun = _write_back(file, begun)
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_new(temporary, pieces)
                 yield temporary
             finally:
                 # The cause is what matters; a file system that is failing may refuse the clean-up too.
@@ -140,6 +132,14 @@ class LocalStore:
         with telling("read", path, absent=True), path.open("rb") as file:
             file.seek(start)
             return file.read() if length is None else file.read(length)
+
+    def stream(self, key: str, size: int) -> Iterator[memoryview]:
+        """A value from its beginning, past the page cache, and where it is longer than `size` some of what is beyond. A
+        piece is the caller's until the next is asked for.
+        """
+        path = self._path(key)
+        with telling("read", path, absent=True):
+            yield from read_blocks(path, size)
 
     def list(self, prefix: str = "") -> list[str]:
         keys = []
@@ -179,20 +179,6 @@ class LocalStore:
                 fix="do not use this checkpoint: its manifest was not written by Shardwise",
             )
         return self.root / pure
-
-
-def _write_back(file: BinaryIO, begun: int) -> int:
-    """Has the disk begin with what is complete since byte `begun`, while more is written; how far it has begun.
-
-    Linux starts to write dirty pages back when told that nobody needs them. A file and its fsync took half the time
-    that they take without, at best (benchmarks/RESULTS.md, checkpoints).
-    """
-    end = file.tell()
-    if end - begun < WRITE_BACK_BYTES:
-        return begun
-    file.flush()
-    os.posix_fadvise(file.fileno(), begun, end - begun, os.POSIX_FADV_DONTNEED)
-    return end
 
 
 def _make_durable_folder(folder: Path) -> None:
