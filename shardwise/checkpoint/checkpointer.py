@@ -107,7 +107,7 @@ class Checkpointer:
 
     `begin` copies this rank's part into host memory, kept from save to save, and a thread writes it while training goes
     on; `save` waits for the commit, and takes host memory for one tensor at a time. Resuming takes this rank's shards
-    once.
+    once, in the same memory.
 
     Example:
         with StopSignals() as signals:
@@ -385,10 +385,17 @@ class Checkpointer:
                 apply(staged, self._subject)
                 entries = entries_of(staged.manifest, self._subject.role)
                 check_arrival(staged.manifest, entries, staged.targets, staged.values)
+                self._keep_memory(staged.manifest)
                 return self._resumed(folder, staged.manifest)
             self.skipped = (*self.skipped, Skipped(folder, trouble))
         self._say_skipped()
         return 0
+
+    def _keep_memory(self, manifest: Manifest) -> None:
+        """What a resume took is kept for saves that need about as much: a replica holds more than it writes."""
+        share = 1.5 * manifest.bytes / ranks.world()
+        if not self.policy.asynchronous or self._buffer.bytes > share:
+            self._buffer.free()
 
     def go_back(self, before: int, why: str) -> int:
         """Loads the newest whole checkpoint of a step before `before`, as `resume` does, and returns its step; what is
@@ -481,7 +488,7 @@ class Checkpointer:
             raise Damaged(f"{folder} differs between ranks.", why="rank 0 read another manifest")
         if strict_world:
             check_world(manifest, folder, ranks.world())
-        return stage(self.store, folder, manifest, self._subject, current, names, self._here())
+        return stage(self.store, folder, manifest, self._subject, current, names, self._here(), self._buffer)
 
     def _here(self) -> Here:
         return Here(ranks.world(), self._decision, machine())

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from shardwise.checkpoint.lease import Leased
@@ -64,6 +65,7 @@ class _Filling:
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted, self.memory, self.hasher, self.filled = wanted, wanted.memory(), xxhash.xxh3_128(), 0
+        self.bytes = np.frombuffer(self.memory, np.uint8)
 
     def take(self, piece: memoryview, position: int, key: str) -> bool:
         """Of a piece that begins at `position` what belongs to the chunk; True where that completes it."""
@@ -71,7 +73,8 @@ class _Filling:
         begin = chunk.start + self.filled - position
         part = piece[begin : begin + chunk.bytes - self.filled]
         self.hasher.update(part)
-        self.memory[self.filled : self.filled + len(part)] = part
+        # NumPy lets other threads run meanwhile; a slice of a memoryview does not.
+        np.copyto(self.bytes[self.filled : self.filled + len(part)], np.frombuffer(part, np.uint8))
         self.filled += len(part)
         if self.filled < chunk.bytes:
             return False

@@ -64,8 +64,10 @@ def holders_of(tensor: torch.Tensor, holders: tuple[int, ...], known: dict[Any, 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds, sharing its memory, outside autograd."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # The shard as it is: a DTensor's detach takes longer than a small shard's copy.
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:

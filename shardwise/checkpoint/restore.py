@@ -15,7 +15,7 @@ from shardwise.checkpoint.packing import Reference, references, unpack
 from shardwise.checkpoint.reading import Wanted, read_file
 from shardwise.checkpoint.regions import DTYPES, dtype_name, local, region_of, to_bytes
 from shardwise.checkpoint.snapshot import Snapshot, Stateful, Subject, join, own_name, parameter_names
-from shardwise.checkpoint.staging import host_memory
+from shardwise.checkpoint.staging import HostBuffer
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.switch import Here, drawer
 from shardwise.errors import CheckpointError
@@ -72,14 +72,15 @@ def names_of(current: Snapshot) -> Names:
 
 
 def stage(
-    store: Store, folder: str, manifest: Manifest, subject: Subject, current: Snapshot, names: Names, here: Here
-) -> Staged:
+    store: Store, folder: str, manifest: Manifest, subject: Subject, current: Snapshot, names: Names, here: Here,
+    buffer: HostBuffer,
+) -> Staged:  # fmt: skip
     """Reads what this rank needs, every byte against its digest, and changes nothing.
 
     `names`: those of all ranks together, which must be the ones that were saved.
 
     Each file is verified whole by one rank, and each chunk by every rank that uses it. Host memory: this
-    rank's shards once. Raises: Damaged; CheckpointError where it does not fit the training, naming the
+    rank's shards once, in `buffer`. Raises: Damaged; CheckpointError where it does not fit the training, naming the
     keys.
     """
     _check_parts(manifest, subject)
@@ -89,13 +90,19 @@ def stage(
     for reference in references(staged.state_of_draws()):
         targets[reference.name] = _new(entries, reference, None)
     wanted: dict[str, list[Wanted]] = {file.name: [] for file in manifest.files}
-    for name, target in targets.items():
-        staged.values[name] = _want(entries[name], name, target, wanted)
+    for (name, target), memory in zip(targets.items(), _room(targets, buffer), strict=True):
+        staged.values[name] = _want(entries[name], name, target, memory, wanted)
     mine = {file.name for index, file in enumerate(manifest.files) if index % ranks.world() == ranks.rank()}
     alone = _alone(wanted, mine)
     for file in manifest.files:
         read_file(store, folder, file, wanted[file.name], whole=file.name in mine, alone=alone)
     return staged
+
+
+def _room(targets: Mapping[str, torch.Tensor], buffer: HostBuffer) -> list[torch.Tensor]:
+    """Memory for this rank's region of each."""
+    sizes = [region_of(name, target).numel * target.element_size() for name, target in targets.items()]
+    return buffer.room(sizes, pinned=any(target.is_cuda for target in targets.values()))
 
 
 def _alone(wanted: Mapping[str, Sequence[Wanted]], mine: Collection[str]) -> bool:
@@ -247,11 +254,12 @@ def entries_of(manifest: Manifest, role: str) -> dict[str, TensorEntry]:
     return seen | {alias: seen[name] for alias, name in manifest.aliases.items()}
 
 
-def _want(entry: TensorEntry, name: str, target: torch.Tensor, wanted: dict[str, list[Wanted]]) -> torch.Tensor:
-    """Memory for this rank's region of a tensor; what fills it, from whichever chunks overlap it, goes to `wanted`."""
+def _want(
+    entry: TensorEntry, name: str, target: torch.Tensor, memory: torch.Tensor, wanted: dict[str, list[Wanted]]
+) -> torch.Tensor:
+    """This rank's region of a tensor, in `memory`; what fills it, from chunks that overlap it, goes to `wanted`."""
     region = region_of(name, target)
-    dtype, filled = DTYPES[entry.dtype], 0
-    value = host_memory(region.numel * dtype.itemsize).view(dtype).view(region.shape)
+    value, filled = memory.view(DTYPES[entry.dtype]).view(region.shape), 0
     for chunk in entry.chunks:
         held = Region(chunk.offsets, chunk.shape)
         shared = overlap(region, held)

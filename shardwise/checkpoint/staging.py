@@ -1,4 +1,8 @@
-"""Host buffers: this rank's part of a checkpoint is copied into them, and training goes on while it is written."""
+"""Host buffers: this rank's part of a checkpoint is copied into them, and training goes on while it is written.
+
+What a resume has verified lies in the same buffer, before it goes into the training's tensors: the first save finds it
+warm.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,16 +35,24 @@ class HostBuffer:
 
         The values of the save before are overwritten. Raises: MemoryError, RuntimeError (torch's) without the memory.
         """
-        starts, end = [], 0
-        for part in parts:
-            starts.append(end)
-            end += -(-part.content.bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         on_gpu = any(part.values.is_cuda for part in parts)
-        memory = self._of(end, pinned=on_gpu)
-        taken = [_copied(part, memory[start:]) for part, start in zip(parts, starts, strict=True)]
+        room = self.room([part.content.bytes for part in parts], pinned=on_gpu)
+        taken = [_copied(part, memory) for part, memory in zip(parts, room, strict=True)]
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return taken
+
+    def room(self, sizes: Sequence[int], *, pinned: bool) -> list[torch.Tensor]:
+        """So many bytes each, side by side; what was there is overwritten. Raises: as `take`."""
+        starts, end = [], 0
+        for size in sizes:
+            starts.append(end)
+            end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        memory = self._of(end, pinned=pinned)
+        return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+    def free(self) -> None:
+        self._memory = None
 
     def _of(self, size: int, *, pinned: bool) -> torch.Tensor:
         if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() < pinned:
@@ -56,9 +68,8 @@ def host_memory(size: int) -> torch.Tensor:
     return torch.from_numpy(np.empty(size, np.uint8))
 
 
-def _copied(part: Part, memory: torch.Tensor) -> Part:
+def _copied(part: Part, flat: torch.Tensor) -> Part:
     values = local(part.values)
-    flat = memory[: part.content.bytes]
     # A view as another dtype needs a last dim, which an empty tensor of rank 0 or more gives as well.
     flat.view(values.dtype).view(values.shape).copy_(values, non_blocking=values.is_cuda)
     return Part(part.content._replace(load=partial(_bytes_of, flat)), flat)
