@@ -20,8 +20,8 @@ def stored(content: bytes = CONTENT) -> MemoryStore:
     return store
 
 
-def wanted(start: int, size: int, seen: dict[int, bytes]) -> Wanted:
-    chunk = Chunk("f", start, size, (0,), (size,), digest_of(CONTENT[start : start + size]))
+def wanted(start: int, size: int, seen: dict[int, bytes], content: bytes = CONTENT) -> Wanted:
+    chunk = Chunk("f", start, size, (0,), (size,), digest_of(content[start : start + size]))
     memory = memoryview(bytearray(size))
     return Wanted(chunk, lambda: memory, lambda data: seen.__setitem__(start, bytes(data)))
 
