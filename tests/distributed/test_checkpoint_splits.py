@@ -28,14 +28,25 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp and zero 3": (4, {"tp": 2, "zero": 3}),
     "tp and replicas": (4, {"tp": 2}),
     "pp and tp": (4, {"pp": 2, "tp": 2}),
+    # At night: four more processes.
+    "zero 3 of 8": (8, {"zero": 3}),
+    "three axes of 8": (8, {"pp": 2, "tp": 2, "zero": 1}),
 }
-# Each split is saved and each is loaded, in a ring and from and to one process.
+FOUR = [name for name, (world, _) in SPLITS.items() if world <= 4]
+# Each split is saved and each is loaded, in a ring and from and to one process; those of eight ranks, at night, too.
 WAYS = [
-    *zip(SPLITS, [*list(SPLITS)[1:], "one process"], strict=True),
-    *((name, "one process") for name in list(SPLITS)[1:-1]),
+    *zip(FOUR, [*FOUR[1:], "one process"], strict=True),
+    *((name, "one process") for name in FOUR[1:-1]),
     ("one process", "pp and tp"),
     ("pp and zero 1", "tp and zero 3"),
-]
+    *(
+        pytest.param(*way, marks=pytest.mark.nightly)
+        for way in [
+            ("zero 3", "zero 3 of 8"), ("zero 3 of 8", "zbv"), ("one process", "three axes of 8"),
+            ("three axes of 8", "zero 3 of 8"), ("zero 3 of 8", "hybrid"), ("three axes of 8", "one process"),
+        ]
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mesh", MESHES)
