@@ -49,13 +49,14 @@ import torch
 import shardwise as sw
 
 class Slow(torch.nn.Linear):
-    waited = False
+    calls = 0
 
     def forward(self, x):
-        if "trainer" in globals() and trainer.opened and trainer.number + 1 == {stuck} and not Slow.waited:
-            Slow.waited = True
-            print("stuck", flush=True)
-            sys.stdin.readline()
+        if "trainer" in globals() and trainer.opened and trainer.number + 1 == {stuck}:
+            Slow.calls += 1
+            if Slow.calls == 4 // {micro}:
+                print("stuck", flush=True)
+                sys.stdin.readline()
         return super().forward(x)
 
 x = torch.arange(16.0).reshape(16, 1)
@@ -64,7 +65,7 @@ trainer = sw.Trainer(
     loss=lambda outputs, batch: sw.Loss((outputs - batch[1]).square().sum(), len(batch[1])),
     optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1e-4),
     data=sw.Batches(torch.utils.data.TensorDataset(x, 2 * x), workers={workers}),
-    global_batch=4, micro_batch=4, run="run",
+    global_batch=4, micro_batch={micro}, run="run",
     checkpoint=sw.CheckpointPolicy(every_steps=0, notice_seconds=0.4),
 )
 for step in trainer.run(steps=6):
@@ -74,9 +75,9 @@ LIMIT_SECONDS = 60
 
 
 @contextlib.contextmanager
-def started(folder: Path, stuck: int, workers: int = 0) -> "Iterator[subprocess.Popen[str]]":
-    """A run that waits for a line inside the forward of its step `stuck`."""
-    (folder / "train.py").write_text(SCRIPT.format(stuck=stuck, workers=workers))
+def started(folder: Path, stuck: int, workers: int = 0, micro: int = 4) -> "Iterator[subprocess.Popen[str]]":
+    """A run that waits for a line inside the forward of its step `stuck`, of its last micro-batch."""
+    (folder / "train.py").write_text(SCRIPT.format(stuck=stuck, workers=workers, micro=micro))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     command = [sys.executable, "train.py"]
     with subprocess.Popen(command, cwd=folder, text=True, start_new_session=True, **pipes) as process:
@@ -111,9 +112,13 @@ def test_a_save_that_comes_too_late_for_its_notice_is_told_and_still_made(tmp_pa
     assert [one.step for one in saved] == [3]
 
 
-def test_a_signal_to_the_whole_job_with_data_workers_alive_is_saved(tmp_path: Path) -> None:
-    """As a scheduler sends it: the workers get it too, and must not take with them the batch that a step waits for."""
-    with started(tmp_path, 2, workers=2) as process:
+@pytest.mark.parametrize("micro", [4, 1], ids=["in a step", "in its last of four micro-batches"])
+def test_a_signal_to_the_whole_job_with_data_workers_alive_is_saved(tmp_path: Path, micro: int) -> None:
+    """As a scheduler sends it: the workers get it too, and must not take with them the batch that a step waits for.
+
+    What was accumulated is the step's, which is saved whole.
+    """
+    with started(tmp_path, 2, workers=2, micro=micro) as process:
         os.killpg(process.pid, signal.SIGTERM)
         # What is told after the notice shows that it came: the thread that sees signals may wait for its turn longer
         # than a step takes.
