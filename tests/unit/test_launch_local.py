@@ -57,6 +57,12 @@ def test_several_ranks_go_through_torchrun_on_loopback_without_restarts() -> Non
     assert {"--standalone", "--nproc-per-node=3", "--max-restarts=0", "--local-addr=127.0.0.1"} <= set(line)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_torchrun_waits_with_a_kill_for_as_long_as_a_stop_has(ranks: int) -> None:
+    line = render(Job(ranks=ranks, command=("train.py",), logs="l", shutdown_seconds=137))
+    assert [part for part in line if "shutdown" in part] == ["--shutdown-timeout=137"]
+
+
 def test_nothing_to_start_is_an_error() -> None:
     with pytest.raises(RecipeError):
         render(Job(ranks=1, command=(), logs="l"))
