@@ -110,6 +110,21 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(tmp_pa
     assert first.returncode == 130
 
 
+def test_a_fork_goes_on_in_the_store_that_its_run_keeps_its_checkpoints_in(tmp_path: Path) -> None:
+    command = [*recipe(tmp_path, steps=4, devices=1), "--set", "checkpoint.store=kept"]
+    first = run(command, tmp_path)
+    assert first.returncode == 0, first.stderr
+    there = {path.name for path in (tmp_path / "kept").iterdir()}
+    forked = [*command, "--fork", "other", "--set", "seed=1", "--set", "train.steps=6"]
+    second = run(forked, tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "resumed after step 4" in second.stderr and last_json(second.stdout)["step"] == 6
+    assert there < {path.name for path in (tmp_path / "kept").iterdir()}, "the run has what it had"
+    assert not (tmp_path / "other" / "checkpoints").exists()
+    third = run(forked, tmp_path)
+    assert third.returncode == 0 and "is finished" in third.stdout, third.stderr
+
+
 FAILING = """
 import sys, torch
 from torch import nn
