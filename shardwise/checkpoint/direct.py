@@ -171,6 +171,8 @@ def _blocks() -> list[Block]:
     memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # A kernel without them says EINVAL.
         memory.madvise(mmap.MADV_HUGEPAGE)
+    # Data workers are forked at any time, and a disk that writes into memory of both would serve one. Source: open(2).
+    memory.madvise(mmap.MADV_DONTFORK)
     whole = np.frombuffer(memory, np.uint8)
     first = -whole.ctypes.data % HUGE_PAGE_BYTES
     return [whole[begin : begin + BLOCK_BYTES] for begin in range(first, first + size, BLOCK_BYTES)]

@@ -68,6 +68,20 @@ def test_a_reader_that_is_left_early_leaves_no_thread(tmp_path: Path) -> None:
     assert threads() == set()
 
 
+def test_a_fork_does_not_get_what_a_disk_may_be_writing_into() -> None:
+    blocks = direct._blocks()
+
+    def mapped() -> list[bool]:
+        spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        return [any(int(a, 16) <= block.ctypes.data < int(b, 16) for a, b in spans) for block in blocks]
+
+    assert mapped() == [True] * BUFFERS and all(block.ctypes.data % 4096 == 0 for block in blocks)
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(mapped()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_where_the_cache_cannot_be_passed_it_is_used(tmp_path: Path) -> None:
     """A write that does not lie as a disk asks for meets the EINVAL of a file system without O_DIRECT."""
     handle = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
