@@ -96,7 +96,7 @@ def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
             block, length = got
             if not length:
                 return
-            yield memoryview(block)[:length]
+            yield block.data[:length]
             free.put(block)
     finally:
         free.put(None)
@@ -147,7 +147,7 @@ class _Writer:
         self._raise()
         # The last is no whole number of a disk's blocks.
         _through_cache(self._handle)
-        _write_all(self._handle, memoryview(self._block)[: self._filled], self._position)
+        _write_all(self._handle, self._block.data[: self._filled], self._position)
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -158,7 +158,7 @@ class _Writer:
             block, position = given
             try:
                 if self._error is None:
-                    _write_all(self._handle, memoryview(block), position)
+                    _write_all(self._handle, block.data, position)
             except Exception as error:
                 self._error = error
             self._free.put(block)
@@ -210,7 +210,7 @@ def _read_some(handle: int, block: Block, position: int) -> int:
     filled = 0
     while filled < len(block):
         try:
-            got = os.preadv(handle, [memoryview(block)[filled:]], position + filled)
+            got = os.preadv(handle, [block.data[filled:]], position + filled)
         except OSError as error:
             if not _refused(handle, error):
                 raise

@@ -77,8 +77,9 @@ def _belonging_to(manifest: Manifest, lineage: str) -> Manifest:
 
 
 def _linked(source: Store, key: str, target: Store, copy: str) -> bool:
-    both = isinstance(source, LocalStore) and isinstance(target, LocalStore)
-    return both and target.link(copy, source.root / key)
+    if not (isinstance(source, LocalStore) and isinstance(target, LocalStore)):
+        return False
+    return target.link(copy, source.root / key)
 
 
 def _verified(store: Store, key: str, file: FileEntry) -> Iterator[bytes]:
