@@ -7,6 +7,7 @@ than one whole checkpoint after the first; and no process may be left when a com
 
 import contextlib
 import dataclasses
+import math
 import os
 import resource
 import signal
@@ -27,6 +28,9 @@ from shardwise.launch import local, run_folder
 from shardwise.verify.faults import DAMAGE, QUIET, STARTING, Befell, Fault, Verdict
 
 POLL_SECONDS = 0.002
+# What lies below the command is looked up before each fault and so often: a look reads every process of the machine,
+# and at each poll that would take a quarter of a core from the run.
+PROCESSES_SECONDS = 0.2
 # A command that neither ends nor makes a step for so long has hung: that is a finding, and it is killed.
 STUCK_SECONDS = 180.0
 # From the end of the command to the end of everything that it started.
@@ -174,6 +178,7 @@ class _Driver:
     def __init__(self, run: Scratch, faults: list[Fault], told: Callable[[str], None]) -> None:
         self.run, self.faults, self.told = run, faults, told
         self.befell: list[Befell] = []
+        self.known: set[int] = set()  # every process that was seen below the command, of this start
         self.findings: list[str] = []
         self.starts = 0
         self.watch = _Watch(run.folder)
@@ -202,15 +207,20 @@ class _Driver:
     def _once(self) -> int:
         with _started(self.run, self.starts) as process:
             self.watch.started()
-            known: set[int] = set()
+            self.known, looked = set[int](), -math.inf
             while process.poll() is None:
-                known.update(local.tree_pids(process.pid)[1:])
+                if time.monotonic() - looked > PROCESSES_SECONDS:
+                    self._see(process.pid)
+                    looked = time.monotonic()
                 self._tick(process)
                 time.sleep(POLL_SECONDS)
             self._tick_steps()
-            self._look_for_orphans(known)
+            self._look_for_orphans(self.known)
         self._look_at_checkpoints()
         return process.returncode
+
+    def _see(self, command: int) -> None:
+        self.known.update(local.tree_pids(command)[1:])
 
     def _tick(self, process: "subprocess.Popen[bytes]") -> None:
         self._tick_steps()
@@ -278,6 +288,7 @@ class _Driver:
         return self.watch.moment(fault.moment, self.run.devices)
 
     def _inject(self, fault: Fault, command: int) -> None:
+        self._see(command)
         try:
             came = _befall(fault, command, self.run.folder)
         except (ProcessLookupError, FileNotFoundError):
