@@ -1,0 +1,83 @@
+"""One side of a meeting of nodes as a process: `host` or `guest`, an address, a folder, a name. It prints JSON lines.
+
+Its clock runs FAST times faster than the wall's, so that bounds of 10 and 20 s are met in 2 and 4.
+"""
+
+import json
+import sys
+import time
+
+from shardwise.inputs.recipe import Restarts
+from shardwise.launch import meeting, nodes
+from shardwise.launch.supervise import Exit, Span, decide
+
+FAST = 5.0
+
+
+def clock() -> float:
+    return time.monotonic() * FAST
+
+
+def say(**words: object) -> None:
+    print(json.dumps({"at": clock(), **words}), flush=True)
+
+
+def host(address: nodes.Address, folder: str, until: int) -> int:
+    """Begin an attempt when two have joined; end after `until` nodes were given up, or all have said how it ended."""
+    host = nodes.Host(address, nodes.leave_secret(folder), "recipe", Span(2, 2), clock)
+    say(listens=host.address)
+    ends: dict[str, meeting.Ended] = {}
+    begun, gone = False, 0
+    while gone < until and len(ends) < 2:
+        ended, lost = host.turn(0.05)
+        ends.update(ended)
+        gone += len(lost)
+        for node in lost:
+            before = Exit(attempt=1, cause="crash", code=1)
+            whole = meeting.together(ends, lost, "a", before)
+            say(lost=node, then=type(decide([whole], Restarts())).__name__)
+        if not begun and meeting.begins(host.members, Span(2, 2), clock()):
+            begun = True
+            for node, part in meeting.parts(host.members, 2, 1, "127.0.0.1", 4000, b'{"a":1}').items():
+                host.tell(node, part)
+    for one in host.members:
+        host.tell(one.node, meeting.Over(0, "done"))
+    host.close()
+    return 0
+
+
+def guest(address: nodes.Address, folder: str, name: str, ends: bool) -> int:
+    """Take part until the run is over, for this node or for all; its code."""
+    guest = nodes.Guest(address, meeting.Join(name, 2, "cpu", "recipe", ""), nodes.read_secret(folder), clock)
+    while True:
+        for said in guest.turn(0.05):
+            if isinstance(said, meeting.Begin):
+                say(
+                    begin=[
+                        said.node_rank,
+                        said.nodes,
+                        said.first_rank,
+                        said.ranks,
+                        said.world,
+                        bytes(said.plan).decode(),
+                    ]
+                )
+                if ends:
+                    guest.tell(meeting.Ended(Exit(attempt=1, cause="done", code=0)))
+            if isinstance(said, meeting.Refused):
+                say(refused=said.what)
+                return 2
+            if isinstance(said, meeting.Over):
+                say(over=said.why)
+                return said.code
+
+
+def main(side: str, where: str, port: str, folder: str, word: str) -> int:
+    address = (where, int(port))
+    if side == "host":
+        return host(address, folder, int(word))
+    return guest(address, folder, word.removesuffix("!"), word.endswith("!"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

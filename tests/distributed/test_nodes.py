@@ -1,0 +1,130 @@
+"""The meeting of a run's nodes in real processes: on loopback, and on two hosts whose link is cut."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.launch.meeting import LOST_SECONDS, SILENCE_SECONDS
+
+LIMIT_SECONDS = 60
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a side of the meeting, in a network namespace where one is named; all end with the test."""
+    with contextlib.ExitStack() as started:
+
+        def begin(*words: object, within: str = "") -> "subprocess.Popen[str]":
+            inside = ["ip", "netns", "exec", within] if within else []
+            command = [*inside, sys.executable, "-m", "tests.distributed.meeting_process", *map(str, words)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
+
+        yield begin
+
+
+def line(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    """The next thing that a process says; a test's own limit ends one that says nothing."""
+    assert process.stdout is not None
+    said: dict[str, Any] = json.loads(process.stdout.readline())
+    return said
+
+
+def test_two_nodes_meet_get_their_parts_and_end_together(start: Start, tmp_path: Path) -> None:
+    host = start("host", "127.0.0.1", 0, tmp_path, 1)
+    where = line(host)["listens"]
+    first = start("guest", *where, tmp_path, "a!")
+    second = start("guest", *where, tmp_path, "b!")
+    parts = sorted(line(one)["begin"] for one in (first, second))
+    assert parts == [[0, 2, 0, 2, 4, '{"a":1}'], [1, 2, 2, 2, 4, '{"a":1}']]
+    assert [line(one)["over"] for one in (first, second)] == ["done", "done"]
+    assert [one.wait(LIMIT_SECONDS) for one in (first, second, host)] == [0, 0, 0]
+
+
+def test_who_does_not_see_the_folder_is_refused_and_strangers_harm_nobody(start: Start, tmp_path: Path) -> None:
+    host = start("host", "127.0.0.1", 0, tmp_path, 1)
+    where = line(host)["listens"]
+    with socket.create_connection(where) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.settimeout(LIMIT_SECONDS)
+        assert json.loads(stranger.makefile().readline())["says"] == "challenge"
+        other = tmp_path / "other"
+        other.mkdir()
+        apart = start("guest", *where, other, "c")
+        assert "run folder" in line(apart)["refused"]
+        assert apart.wait(LIMIT_SECONDS) == 2
+        guests = [start("guest", *where, tmp_path, f"{name}!") for name in "ab"]
+        assert [one.wait(LIMIT_SECONDS) for one in (*guests, host)] == [0, 0, 0]
+
+
+def test_a_stopped_node_is_given_up_and_a_stopped_host_ends_its_nodes_with_75(start: Start, tmp_path: Path) -> None:
+    host = start("host", "127.0.0.1", 0, tmp_path, 2)
+    where = line(host)["listens"]
+    guests = [start("guest", *where, tmp_path, name) for name in "ab"]
+    for one in guests:
+        assert "begin" in line(one)
+    os.kill(guests[1].pid, signal.SIGSTOP)
+    told = line(host)
+    assert (told["lost"], told["then"]) == ("b", "Restart")
+    os.kill(host.pid, signal.SIGSTOP)
+    assert "nothing was heard" in line(guests[0])["over"]
+    assert guests[0].wait(LIMIT_SECONDS) == 75
+
+
+HOSTS = (f"sw{os.getpid()}a", f"sw{os.getpid()}b")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a wire: 10.77.0.1 and 10.77.0.2."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` here (Debian: iproute2)")
+    with contextlib.ExitStack() as made:
+        try:
+            for name in HOSTS:
+                ip("netns", "add", name)
+                made.callback(ip, "netns", "del", name)
+            ip("-n", HOSTS[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", HOSTS[1])
+            for number, name in enumerate(HOSTS, start=1):
+                ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "wire")
+                for link in ("lo", "wire"):
+                    ip("-n", name, "link", "set", link, "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        yield HOSTS
+
+
+def test_a_cut_link_ends_the_node_that_is_cut_off_before_the_host_gives_it_up(
+    start: Start, hosts: tuple[str, str], tmp_path: Path
+) -> None:
+    here, there = hosts
+    host = start("host", "10.77.0.1", 0, tmp_path, 1, within=here)
+    where = line(host)["listens"]
+    stays = start("guest", *where, tmp_path, "a", within=here)
+    leaves = start("guest", *where, tmp_path, "b", within=there)
+    for one in (stays, leaves):
+        assert "begin" in line(one)
+    ip("-n", there, "link", "set", "wire", "down")
+    cut, lost = line(leaves), line(host)
+    assert "nothing was heard" in cut["over"] and leaves.wait(LIMIT_SECONDS) == 75
+    assert (lost["lost"], lost["then"]) == ("b", "Restart")
+    # The last beats of the two may lie a beat apart, on one clock of the machine.
+    assert lost["at"] - cut["at"] >= LOST_SECONDS - SILENCE_SECONDS - 5.0
+    assert line(stays)["over"] == "done" and stays.wait(LIMIT_SECONDS) == 0
