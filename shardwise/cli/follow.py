@@ -98,7 +98,7 @@ def follow(
     ended = _watched(process, screen.tick, came)
     if ended.killed or ended.returned not in IN_ORDER:
         watch.end_left(job)
-    exits = watch.exits(logs, job.ranks, ended, process.pid)
+    exits = watch.exits(logs, job.world, ended, process.pid)
     run = run or run_folder.told(job.tells)
     records = run_folder.failures(run, since) if run is not None else []
     failure = None
@@ -106,7 +106,7 @@ def follow(
     if stuck is not None:
         failure = hang.failure(stuck)
     elif ended.returned:
-        failure = first_failure(records, exits, watch.rank_logs(logs), ended.interrupted is not None)
+        failure = first_failure(records, exits, watch.rank_logs(logs, job.first_rank), ended.interrupted is not None)
         if failure is not None and came_after_stop(failure, screen.events):
             screen.show(
                 f"rank {failure.rank}, after the run had stopped: {failure.error}; nothing is lost\n", sys.stderr

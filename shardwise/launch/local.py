@@ -30,12 +30,26 @@ _LIBC = ctypes.CDLL(None)
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Where a job's ranks stand among those of several nodes, each with as many.
+
+    address, port: where the first node's torchrun holds the ranks' store, new for every attempt; interface: of this
+    node, by which the others are reached.
+    """
+
+    node_rank: int
+    nodes: int
+    address: str
+    port: int
+    interface: str
+
+
 class Job(msgspec.Struct, frozen=True):
     """Ranks on this machine. `command` follows `python`: a script, or "-m" and a module, and arguments.
 
     shutdown_seconds: between a TERM from torchrun and its KILL, as long as a save may take. devices: names of the GPUs,
     one a rank; empty: as they are visible. tells: the file in which the Trainer says where its run lies. on_cpu: what a
-    step makes lies in host memory.
+    step makes lies in host memory. place: None where all ranks are on this machine.
     """
 
     ranks: int
@@ -47,6 +61,16 @@ class Job(msgspec.Struct, frozen=True):
     devices: tuple[str, ...] = ()
     tells: str = ""
     on_cpu: bool = False
+    place: Place | None = None
+
+    @property
+    def world(self) -> int:
+        """Ranks on all nodes."""
+        return self.ranks if self.place is None else self.place.nodes * self.ranks
+
+    @property
+    def first_rank(self) -> int:
+        return 0 if self.place is None else self.place.node_rank * self.ranks
 
 
 def render(job: Job) -> list[str]:
@@ -56,13 +80,12 @@ def render(job: Job) -> list[str]:
     """
     if not job.command or job.ranks < 1:
         raise RecipeError("There is nothing to start.", fix="shardwise run train.py, with at least one device")
-    if job.ranks == 1:
+    if job.world == 1:
         return [sys.executable, *job.command]
     return [
         sys.executable,
         *("-m", "torch.distributed.run"),
-        "--standalone",
-        "--local-addr=127.0.0.1",
+        *_rendezvous(job.place),
         f"--nproc-per-node={job.ranks}",
         "--max-restarts=0",
         "--monitor-interval=0.1",
@@ -70,6 +93,19 @@ def render(job: Job) -> list[str]:
         f"--log-dir={job.logs}",
         "--redirects=3",
         *job.command,
+    ]
+
+
+def _rendezvous(place: Place | None) -> list[str]:
+    """Who takes part is known beforehand, so nothing is agreed on: torchrun's static rendezvous, or its standalone."""
+    if place is None:
+        return ["--standalone", "--local-addr=127.0.0.1"]
+    return [
+        f"--nnodes={place.nodes}",
+        f"--node-rank={place.node_rank}",
+        "--rdzv-backend=static",
+        f"--master-addr={place.address}",
+        f"--master-port={place.port}",
     ]
 
 
@@ -89,10 +125,13 @@ def mark_of(job: Job) -> str:
 def default_variables(job: Job) -> dict[str, str]:
     """What the ranks' environment gets where the user has not set it.
 
-    All ranks are on this machine: loopback needs no name to be resolved and no other interface.
+    Where all ranks are on this machine, loopback needs no name to be resolved and no other interface.
     """
     kept = KEPT_MEMORY if job.on_cpu else {}
-    return {"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks)), "GLOO_SOCKET_IFNAME": "lo", **kept}
+    by = {"GLOO_SOCKET_IFNAME": "lo"}
+    if job.place is not None:
+        by = {"GLOO_SOCKET_IFNAME": job.place.interface, "NCCL_SOCKET_IFNAME": job.place.interface}
+    return {"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks)), **by, **kept}
 
 
 def start(job: Job) -> "subprocess.Popen[bytes]":
@@ -104,7 +143,7 @@ def start(job: Job) -> "subprocess.Popen[bytes]":
     logs.mkdir(parents=True, exist_ok=True)
     out = logs / "launcher.log"
     error = out
-    if job.ranks == 1:
+    if job.world == 1:
         rank = logs / "single" / "attempt_0" / "0"
         rank.mkdir(parents=True, exist_ok=True)
         out, error = rank / "stdout.log", rank / "stderr.log"

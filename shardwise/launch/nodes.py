@@ -4,10 +4,12 @@ Neither side has a thread: whoever stands by ranks calls `turn` about as often a
 BEAT_SECONDS. The host listens where it is told to and nowhere else.
 """
 
+import fcntl
 import os
 import secrets
 import selectors
 import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +45,7 @@ from shardwise.launch.supervise import Span
 STRANGERS = 64
 CHUNK = 2**16
 SECRET = "meeting.secret"
+SIOCGIFADDR = 0x8915  # Source: linux/sockios.h
 Address = tuple[str, int]
 
 
@@ -276,3 +279,16 @@ class Guest:
             proof = prove(self._secret, said.nonce, self._join.node)
             self._line.say(msgspec.structs.replace(self._join, proof=proof))
         self.joined = self.joined or isinstance(said, Beat)
+
+
+def interface_of(address: str) -> str:
+    """The interface of this machine that has this IPv4 address; empty where none has. Source: netdevice(7)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                said = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(said[20:24]) == address:
+                return name
+    return ""

@@ -115,15 +115,18 @@ def end_left(job: local.Job, *, grace_seconds: float = 5.0, limit_seconds: float
     )  # fmt: skip
 
 
-def rank_folders(logs: Path) -> dict[int, Path]:
-    """Where each rank's stdout.log and stderr.log lie below a job's logs."""
-    return {int(path.name): path for path in logs.glob("*/attempt_0/*") if path.name.isdigit()}
+def rank_folders(logs: Path, first: int = 0) -> dict[int, Path]:
+    """Where each rank's stdout.log and stderr.log lie below a job's logs, which torchrun names by local rank.
+
+    first: the node's first rank.
+    """
+    return {first + int(path.name): path for path in logs.glob("*/attempt_0/*") if path.name.isdigit()}
 
 
-def rank_logs(logs: Path) -> dict[int, RankLog]:
-    """What each rank wrote to its standard error; the last 64 KiB."""
+def rank_logs(logs: Path, first: int = 0) -> dict[int, RankLog]:
+    """What each rank of the node wrote to its standard error; the last 64 KiB."""
     found = {}
-    for rank, folder in rank_folders(logs).items():
+    for rank, folder in rank_folders(logs, first).items():
         path = folder / "stderr.log"
         if path.exists():
             text = path.read_bytes()[-65536:].decode(errors="replace")
@@ -131,9 +134,9 @@ def rank_logs(logs: Path) -> dict[int, RankLog]:
     return found
 
 
-def exits(logs: Path, ranks: int, ended: Ended, pid: int) -> tuple[RankExit, ...]:
-    """How the ranks' processes ended, as far as torchrun says."""
-    if ranks == 1:
+def exits(logs: Path, world: int, ended: Ended, pid: int) -> tuple[RankExit, ...]:
+    """How the ranks' processes ended, as far as torchrun says, which starts all but a lone one. Ranks are global."""
+    if world == 1:
         return (RankExit(0, ended.returned, pid),) if ended.returned else ()
     path = logs / "launcher.log"
     return rank_exits(path.read_text(errors="replace")) if path.exists() else ()

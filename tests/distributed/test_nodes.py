@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.launch import local, nodes, watch
 from shardwise.launch.meeting import LOST_SECONDS, SILENCE_SECONDS
+from shardwise.launch.outcome import first_failure
 
 LIMIT_SECONDS = 60
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -82,6 +84,68 @@ def test_a_stopped_node_is_given_up_and_a_stopped_host_ends_its_nodes_with_75(st
     os.kill(host.pid, signal.SIGSTOP)
     assert "nothing was heard" in line(guests[0])["over"]
     assert guests[0].wait(LIMIT_SECONDS) == 75
+
+
+# Every rank says what all ranks together know; where it is told to, the last one raises.
+RANKS = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+told = torch.tensor([10 ** dist.get_rank()])
+dist.all_reduce(told)
+print(dist.get_rank(), told.item(), flush=True)
+dist.barrier()
+if len(sys.argv) > 1 and dist.get_rank() == dist.get_world_size() - 1:
+    raise ValueError("planted")
+dist.barrier()
+"""
+
+
+def jobs(folder: Path, *arguments: str, ranks: int = 2) -> list[local.Job]:
+    """Two nodes on loopback, each with logs of its own."""
+    (folder / "ranks.py").write_text(RANKS)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = (str(folder / "ranks.py"), *arguments)
+    return [
+        local.Job(
+            ranks=ranks, command=command, logs=str(folder / f"node-{node}"),
+            place=local.Place(node, 2, "127.0.0.1", port, nodes.interface_of("127.0.0.1")),
+        )
+        for node in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ranks_of_two_nodes_are_one_group(tmp_path: Path, ranks: int) -> None:
+    made = jobs(tmp_path, ranks=ranks)
+    started = [local.start(job) for job in made]
+    assert [one.wait(LIMIT_SECONDS) for one in started] == [0, 0]
+    for job in made:
+        folders = watch.rank_folders(Path(job.logs), job.first_rank)
+        said = {rank: (folder / "stdout.log").read_text().split() for rank, folder in folders.items()}
+        everyone = str(sum(10**rank for rank in range(job.world)))
+        assert said == {rank: [str(rank), everyone] for rank in range(job.first_rank, job.first_rank + ranks)}
+
+
+def test_a_rank_that_raises_is_named_by_its_own_node_with_its_number_among_all(tmp_path: Path) -> None:
+    made = jobs(tmp_path, "raise")
+    started = [local.start(job) for job in made]
+    ended = [watch.Ended(one.wait(LIMIT_SECONDS), None, False) for one in started]
+    failures = [
+        first_failure(
+            [], watch.exits(Path(job.logs), job.world, end, one.pid), watch.rank_logs(Path(job.logs), job.first_rank)
+        )
+        for job, one, end in zip(made, started, ended, strict=True)
+    ]
+    assert failures[1] is not None
+    assert (failures[1].rank, failures[1].error) == (3, "ValueError: planted")
+    assert failures[0] is None or failures[0].rank in (0, 1)
+
+
+def test_an_address_has_the_interface_that_has_it() -> None:
+    assert nodes.interface_of("127.0.0.1") == "lo"
+    assert nodes.interface_of("203.0.113.9") == ""  # RFC 5737: nobody has it
 
 
 HOSTS = (f"sw{os.getpid()}a", f"sw{os.getpid()}b")

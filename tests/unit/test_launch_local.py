@@ -63,6 +63,19 @@ def test_torchrun_waits_with_a_kill_for_as_long_as_a_stop_has(ranks: int) -> Non
     assert [part for part in line if "shutdown" in part] == ["--shutdown-timeout=137"]
 
 
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 1), (3, 4)])
+def test_nodes_number_their_ranks_through_and_meet_where_they_are_told(nodes: int, ranks: int) -> None:
+    places = [local.Place(node, nodes, "10.0.0.1", 4000, "eth1") for node in range(nodes)]
+    jobs = [Job(ranks=ranks, command=("a.py",), logs="l", place=place) for place in places]
+    held = [rank for one in jobs for rank in range(one.first_rank, one.first_rank + one.ranks)]
+    assert held == list(range(nodes * ranks)) and {one.world for one in jobs} == {nodes * ranks}
+    for node, one in enumerate(jobs):
+        line = set(render(one))
+        assert {f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=10.0.0.1", "--master-port=4000"} <= line
+        assert "--max-restarts=0" in line and "--standalone" not in line
+        assert local.default_variables(one)["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
 def test_nothing_to_start_is_an_error() -> None:
     with pytest.raises(RecipeError):
         render(Job(ranks=1, command=(), logs="l"))
