@@ -201,6 +201,7 @@ class Host:
                 self._join(line, said)
             elif not line.node:
                 line.close()
+                break
             else:
                 self._heard(line.node)
                 if isinstance(said, Ended):
