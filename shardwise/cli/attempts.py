@@ -66,12 +66,19 @@ Attempt = Callable[[int, list[int], Progress], tuple[Exit, Followed]]
 Prepare = Callable[[frozenset[int]], int | None]
 
 
-def supervised(run: Callable[[], Path | None], attempt: Attempt, prepare: Prepare, budgets: Restarts) -> Followed:
+def supervised(
+    run: Callable[[], Path | None],
+    attempt: Attempt,
+    prepare: Prepare,
+    budgets: Restarts,
+    idle: Callable[[float], object] = time.sleep,
+) -> Followed:
     """Begin attempts until one is the last; its Followed, with the code of the whole.
 
     run: the run's folder, where it is known by now; attempt: what follows one, given how many were made before and the
     signals that came; prepare: makes ready for another one without these devices, and says how many ranks it has; it
-    raises Again where there can be none. A signal that comes between two attempts ends the run with its code.
+    raises Again where there can be none; idle: spends so many seconds of a pause. A signal that comes between two
+    attempts ends the run with its code.
     """
     history: list[Exit] = []
     progress = Progress()
@@ -85,7 +92,7 @@ def supervised(run: Callable[[], Path | None], attempt: Attempt, prepare: Prepar
             if isinstance(answer, Restart) or (answer.why and len(history) > 1):
                 print(f"{sentence(event)}; its logs: {followed.logs}", file=sys.stderr, flush=True)
             _keep(run(), event)
-            if isinstance(answer, Restart) and _paused(answer.pause_seconds, came):
+            if isinstance(answer, Restart) and _paused(answer.pause_seconds, came, idle):
                 continue
             followed.tell()
             return followed._replace(code=answer.code if isinstance(answer, Stop) else told_code(came))
@@ -116,11 +123,11 @@ def _keep(run: Path | None, event: AttemptEnded) -> None:
         print(f"{run_folder.attempts_path(run)} does not hold this: {error}", file=sys.stderr)
 
 
-def _paused(seconds: float, came: list[int]) -> bool:
+def _paused(seconds: float, came: list[int], idle: Callable[[float], object]) -> bool:
     """Wait, unless a signal comes; whether none came."""
     until = time.monotonic() + seconds
     while not came and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
+        idle(POLL_SECONDS)
     return not came
 
 

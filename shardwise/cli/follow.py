@@ -85,17 +85,19 @@ def follow(
     came: list[int] | None = None,
     progress: Progress | None = None,
     quiet_stdout: bool = False,
+    wish: Callable[[], watch.Wish | None] = lambda: None,
 ) -> Followed:
     """Start the job, show its first rank's output and its events, and find which rank failed first.
 
-    `run` is the run's folder where it is known before the ranks start; `came`: signals that the caller notes.
+    `run` is the run's folder where it is known before the ranks start; `came`: signals that the caller notes; `wish`:
+    asked about as often as the ranks are looked at. The events are the first rank's: another node does not show them.
     """
     logs = Path(job.logs)
-    tail = Tail(run_folder.events_path(run, attempt)) if run is not None else None
+    tail = Tail(run_folder.events_path(run, attempt)) if run is not None and job.first_rank == 0 else None
     since, kills = time.time(), local.kernel_kills()
     process = local.start(job)
     screen = Screen(watch.Output(logs), tail, quiet_stdout, progress)
-    ended = _watched(process, screen.tick, came)
+    ended = _watched(process, screen.tick, came, wish)
     if ended.killed or ended.returned not in IN_ORDER:
         watch.end_left(job)
     exits = watch.exits(logs, job.world, ended, process.pid)
@@ -124,11 +126,14 @@ def follow(
 
 
 def _watched(
-    process: "subprocess.Popen[bytes]", tick: Callable[[], None], came: list[int] | None = None
+    process: "subprocess.Popen[bytes]",
+    tick: Callable[[], None],
+    came: list[int] | None,
+    wish: Callable[[], watch.Wish | None],
 ) -> watch.Ended:
     """No rank outlives this function, whatever is raised while it looks on."""
     try:
-        return watch.watch(process, tick, came=came)
+        return watch.watch(process, tick, came=came, wish=wish)
     except BaseException:
         watch.end_tree(process)
         raise

@@ -51,13 +51,25 @@ def train(
         str | None, typer.Option("--fork", metavar="NAME", help="A new run from the newest checkpoint.")
     ] = None,
     devices: Span = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", metavar="N|MIN:MAX", help="Of several; the same command on each of them."),
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help="Where they meet: one node's address.")
+    ] = None,
+    node_name: Annotated[
+        str | None, typer.Option("--node-name", metavar="NAME", help="This one's name; else the machine's.")
+    ] = None,
     as_json: AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the command; start nothing.")] = False,
 ) -> None:
-    """Plan, start the ranks, train a recipe's model, and resume: on this machine."""
+    """Plan, start the ranks, train a recipe's model, and resume: on this machine, or on several nodes."""
     from shardwise.cli import train as verb
 
-    asked = verb.Asked(recipe, tuple(overrides or ()), fresh, fork, devices, as_json, dry_run)
+    asked = verb.Asked(
+        recipe, tuple(overrides or ()), fresh, fork, devices, as_json, dry_run, nodes, rendezvous, node_name
+    )
     reported(lambda: verb.train(asked), as_json)
 
 

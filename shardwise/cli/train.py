@@ -1,13 +1,17 @@
 """`shardwise train`: load, plan, check, prepare the data, open the run, start the ranks, say how it ended."""
 
+import contextlib
 import math
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.cli import fork
+import msgspec
+
+from shardwise.cli import fork, hosting, nodes
 from shardwise.cli.attempts import Again, exit_of, supervised
 from shardwise.cli.follow import Followed, follow
 from shardwise.data.token_file import prepare_recipe
@@ -19,11 +23,12 @@ from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import DataSpec, Recipe, device_span
-from shardwise.launch import before_ranks, local, run_folder
+from shardwise.launch import address, before_ranks, local, run_folder
 from shardwise.launch.progress import Progress
 from shardwise.launch.supervise import Exit, Span, Stop, too_few, world_of
 from shardwise.plan import automatic
 from shardwise.plan.check import require
+from shardwise.plan.machines import used
 from shardwise.plan.plan import Plan
 from shardwise.report import plan as plan_report
 from shardwise.report import summary
@@ -38,10 +43,14 @@ class Asked(NamedTuple):
     devices: str | None
     as_json: bool
     dry_run: bool
+    nodes: str | None = None
+    rendezvous: str | None = None
+    node_name: str | None = None
 
 
 def train(asked: Asked) -> int:
-    """Train a recipe to its end on this machine, or go on where it stopped; the exit code."""
+    """Train a recipe to its end, or go on where it stopped, on this machine or on several nodes; the exit code."""
+    several = nodes.asked_for(asked.nodes, asked.rendezvous, asked.node_name)
     if asked.fresh and asked.fork is not None:
         raise RecipeError(
             "--fresh and --fork contradict each other.",
@@ -54,24 +63,93 @@ def train(asked: Asked) -> int:
     recipe = recipes.load(asked.recipe, overrides)
     made_from = None if asked.fork is None else fork.planned(recipe.run, asked.fork, recipe)
     recipe = recipe if made_from is None else made_from.recipe
+    if several is not None:
+        return _on_several(asked, several, recipe, made_from)
     made = _plan(recipe)
-    if not_tried := before_ranks.require_module(made):
-        print(f"the module was not run in its parts: {not_tried}", file=sys.stderr)
+    _require(made)
     if asked.dry_run:
         return _dry_run(made, asked.as_json)
+    if (finished := _checked(asked, recipe, made_from)) is not None:
+        return _say_finished(finished, asked.as_json)
+    _prepare(recipe.data)
+    with _held(asked, recipe):
+        return _run(made, asked.as_json)
+
+
+def _require(made: Plan) -> None:
+    """Hold a module of the user's against its plan. Raises: BadInput."""
+    if not_tried := before_ranks.require_module(made):
+        print(f"the module was not run in its parts: {not_tried}", file=sys.stderr)
+
+
+def _checked(asked: Asked, recipe: Recipe, made_from: fork.Fork | None) -> run_folder.RunState | None:
+    """Make the fork that is asked for, and see that the folder is free; its state where the run is finished.
+
+    Raises: RunFolderError.
+    """
     if made_from is not None:
         fork.make(made_from)
     run_folder.require_free(recipe.run)
-    if not asked.fresh:
-        state = run_folder.open_run(recipe.run, recipe)
-        if state.finished:
-            return _say_finished(state, asked.as_json)
-    _prepare(recipe.data)
+    return None if asked.fresh else _finished(recipe)
+
+
+def _finished(recipe: Recipe) -> run_folder.RunState | None:
+    state = run_folder.open_run(recipe.run, recipe)
+    return state if state.finished else None
+
+
+@contextlib.contextmanager
+def _held(asked: Asked, recipe: Recipe) -> Iterator[None]:
+    """Hold the run's folder, emptied where that is asked for. Raises: RunFolderError."""
     if asked.fresh and (aside := run_folder.move_aside(recipe.run)) is not None:
         print(f"the run that was there is now {aside}", file=sys.stderr)
     # From before the ranks start: of two commands at once one is refused here, and never shows the other's steps.
     with run_folder.locked(recipe.run, run_folder.COMMAND):
-        return _run(made, asked.as_json)
+        yield
+
+
+def _on_several(asked: Asked, several: nodes.Several, recipe: Recipe, made_from: fork.Fork | None) -> int:
+    """This node's part of a run over several: it holds the meeting where it has the rendezvous's address."""
+    task = _task(recipe, several, asked.as_json)
+    if asked.dry_run:
+        return _dry_run(task.plan(several.span.most), asked.as_json, several)
+    _require(task.plan(several.span.least))
+    if not asked.fresh and (finished := _finished(recipe)) is not None:
+        return _say_finished(finished, asked.as_json)
+    _prepare(recipe.data)
+    where = address.resolve(several.address)
+    listener = address.listen(where) if address.is_here(where[0]) else None
+    if listener is None:
+        return nodes.take_part(task, where)
+    with listener:
+        if (finished := _checked(asked, recipe, made_from)) is not None:
+            return _say_finished(finished, asked.as_json)
+        with _held(asked, recipe):
+            return hosting.hold(
+                task, listener, where, lambda end, made, number: _ended(end, made, number, asked.as_json)
+            )
+
+
+def _task(recipe: Recipe, several: nodes.Several, as_json: bool) -> nodes.Task:
+    """Raises: RecipeError where it is not one number of ranks on every node."""
+    cluster, span = local.cluster_here(recipe.train.cluster), device_span(recipe.train.devices)
+    if span is not None and span[0] != span[1]:
+        raise RecipeError(
+            f"train.devices = {recipe.train.devices!r} with --nodes.",
+            why="every node gives as many ranks; with several it is nodes that come and go",
+            fix=f"--devices {span[1]}",
+        )
+    every = _plan(recipe).decision.mesh.world if cluster.kind == "cpu" else cluster.devices
+    ranks = every if span is None else span[0]
+
+    def plan_for(count: int) -> Plan:
+        there = cluster if count == 1 else used(cluster, count, ranks)
+        made = automatic.plan(recipe, arch_of(recipe.model, cluster.kind), there, world=count * ranks)
+        require(made, count * ranks)
+        return made
+
+    kind = "CPU cores" if cluster.kind == "cpu" else cluster.device.name
+    return nodes.Task(recipe, several, ranks, kind, plan_for, _job_of_node, as_json)
 
 
 def _plan(recipe: Recipe, world: int | None = None) -> Plan:
@@ -81,6 +159,10 @@ def _plan(recipe: Recipe, world: int | None = None) -> Plan:
     devices = recipe.train.devices
     require(made, devices if isinstance(devices, int) and world is None else made.decision.mesh.world)
     return made
+
+
+def _job_of_node(made: Plan, logs: Path, ranks: int, place: local.Place | None) -> local.Job:
+    return msgspec.structs.replace(_job(made, logs), ranks=ranks, place=place)
 
 
 def _job(made: Plan, logs: Path, devices: tuple[str, ...] = ()) -> local.Job:
@@ -98,13 +180,19 @@ def _job(made: Plan, logs: Path, devices: tuple[str, ...] = ()) -> local.Job:
     )
 
 
-def _dry_run(made: Plan, as_json: bool) -> int:
+def _dry_run(made: Plan, as_json: bool, several: nodes.Several | None = None) -> int:
+    """Of several nodes the plan is for as many as may come, and the command the first one's."""
     if as_json:
         print(plan_report.as_json(made))
         return 0
-    command = local.render(_job(made, Path(made.recipe.run) / "logs" / "attempt-001"))
+    job = _job(made, Path(made.recipe.run) / "logs" / "attempt-001")
+    if several is not None and several.span.most > 1:
+        count = several.span.most
+        # A port of its own is chosen for every attempt, and the interface by the address.
+        place = local.Place(0, count, several.address[0], 0, "")
+        job = _job_of_node(made, Path(job.logs), job.ranks // count, place)
     print(plan_report.text(made))
-    print(f"command\n  {shlex.join(command)}")
+    print(f"command\n  {shlex.join(local.render(job))}")
     return 0
 
 
@@ -174,9 +262,15 @@ def _run(made: Plan, as_json: bool) -> int:
     attempts = _Attempts(made, as_json)
     folder = Path(made.recipe.run)
     followed = supervised(lambda: folder, attempts.attempt, attempts.prepare, made.recipe.train.restarts)
-    events = (*_told_before(folder, attempts.number), *followed.events)
+    return _ended(followed, attempts.made, attempts.number, as_json)
+
+
+def _ended(followed: Followed, made: Plan, number: int, as_json: bool) -> int:
+    """Say how the run ended, with its last attempt, of this number."""
+    folder = Path(made.recipe.run)
+    events = (*_told_before(folder, number), *followed.events)
     if not as_json and followed.code == 0:
-        print(summary.text(attempts.made, events, str(folder)))
+        print(summary.text(made, events, str(folder)))
     print(summary.last_line(events, str(folder), followed.code))
     return followed.code
 

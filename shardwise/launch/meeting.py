@@ -23,6 +23,13 @@ from shardwise.launch.supervise import Exit, Span, passes
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
 LOST_SECONDS = 20.0
+# An attempt that failed on one node ends on the others by itself, as their collectives break; after this long it is
+# ended there.
+FAILED_SECONDS = 5.0
+# How long a node may take to end an attempt of which nothing is to come any more; longer than watch.end_left waits.
+ENDED_SECONDS = 60.0
+# How long nodes wait for each other before the first attempt. As torchelastic's join timeout.
+JOIN_SECONDS = 600.0
 # More nodes may come until none has for this long: those of one job start within seconds of each other.
 SETTLE_SECONDS = 15.0
 # A plan with its recipe and cluster takes some 20 KiB; nothing else here is long.
@@ -86,11 +93,14 @@ class Ended(Message, frozen=True, tag="ended"):
     told: bool = False
 
 
+class Leave(Message, frozen=True, tag="leave"):
+    """A node's last word: it has no ranks any more, and nobody needs to wait for it."""
+
+
 class EndAttempt(Message, frozen=True, tag="end_attempt"):
-    """End this attempt's ranks. save: they are told to stop, and save; else they wait for somebody who is gone."""
+    """End this attempt's ranks at once: they wait for somebody who is gone."""
 
     attempt: Positive
-    save: bool
 
 
 class Over(Message, frozen=True, tag="over"):
@@ -101,7 +111,7 @@ class Over(Message, frozen=True, tag="over"):
 
 
 FromHost = Challenge | Refused | Beat | Begin | EndAttempt | Over
-FromNode = Join | Beat | Ended
+FromNode = Join | Beat | Ended | Leave
 _FROM_HOST = msgspec.json.Decoder(FromHost)
 _FROM_NODE = msgspec.json.Decoder(FromNode)
 
@@ -181,6 +191,13 @@ def refusal(join: Join, recipe: str, proof: str, members: Sequence[Member], most
             "names of nodes tell them apart",
             "give each its own --node-name, or wait until the host has given the other up",
         )
+    ranks = {one.devices for one in members} - {join.devices}
+    if ranks:
+        return Refused(
+            f"{join.node} gives {join.devices} ranks; the others give {', '.join(map(str, sorted(ranks)))}.",
+            "a mesh has as many ranks on every node",
+            "give every node the same --devices N",
+        )
     kinds = {one.device for one in members} - {join.device}
     if kinds:
         return Refused(
@@ -240,15 +257,17 @@ TELLING: tuple[Cause, ...] = (
 )
 
 
-def together(ends: Mapping[str, Ended], gone: Sequence[str], host: str, before: Exit) -> Exit:
-    """How an attempt ended, of how it did on every node. gone: nodes that were given up; before: where it stood.
+def together(ends: Mapping[str, Ended], gone: Sequence[str], host: str, before: Exit, came: Sequence[str] = ()) -> Exit:
+    """How an attempt ended, of how it did on every node. gone: nodes that were lost; came: for which it ended.
 
-    A lost node explains what the others then met. A stop that only another node was told is that node's: `elsewhere`.
+    before: where it stood, where the host has no end of its own. Where the run stands the host knows, whose first rank
+    tells it. A lost node explains what the others then met. A stop that only another node was told is that node's:
+    `elsewhere`.
     """
+    own = ends[host].exit if host in ends else before
     if gone:
-        said = max((one.exit for one in ends.values()), key=lambda end: end.committed, default=before)
         return msgspec.structs.replace(
-            said, cause="lost", code=EXIT_REQUEUE, error="", fix="", device=None, elsewhere=True,
+            own, cause="lost", code=EXIT_REQUEUE, error="", fix="", device=None, elsewhere=True,
             why=f"lost: {', '.join(gone)}: not heard of for {LOST_SECONDS:.0f} s",
         )  # fmt: skip
     if not ends:
@@ -256,9 +275,15 @@ def together(ends: Mapping[str, Ended], gone: Sequence[str], host: str, before: 
     name = min(ends, key=lambda node: _telling(ends[node].exit))
     end = ends[name].exit
     told = [node for node, one in ends.items() if one.told]
-    elsewhere = end.cause == "preempted" and bool(told) and host not in told
+    elsewhere = end.cause == "preempted" and bool(told or came) and host not in told
+    why = end.why
+    if elsewhere:
+        why = f"{', '.join(told)} was told to stop" if told else f"{', '.join(came)} came"
     # A place in the list of another node's devices is none in the host's.
-    return msgspec.structs.replace(end, elsewhere=elsewhere, device=end.device if name == host else None)
+    return msgspec.structs.replace(
+        own, cause=end.cause, code=end.code, error=end.error, why=why, fix=end.fix, elsewhere=elsewhere,
+        step=own.step if end.step is None else end.step, device=end.device if name == host else None,
+    )  # fmt: skip
 
 
 def _telling(end: Exit) -> tuple[int, bool]:

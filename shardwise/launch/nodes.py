@@ -1,22 +1,20 @@
 """The meeting of a run's nodes over TCP: the host's side and a node's. Thin: launch/meeting.py decides.
 
 Neither side has a thread: whoever stands by ranks calls `turn` about as often as it looks at them, and at least every
-BEAT_SECONDS. The host listens where it is told to and nowhere else.
+BEAT_SECONDS. The host listens where it is told to and nowhere else (launch/address.py).
 """
 
-import fcntl
 import os
 import secrets
 import selectors
 import socket
-import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from shardwise.errors import RunFolderError
+from shardwise.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, RunFolderError
 from shardwise.launch.meeting import (
     BEAT_SECONDS,
     SILENCE_SECONDS,
@@ -25,9 +23,11 @@ from shardwise.launch.meeting import (
     Ended,
     FromHost,
     Join,
+    Leave,
     Member,
     Message,
     NoMessage,
+    Over,
     Refused,
     alone,
     cut_off,
@@ -45,8 +45,8 @@ from shardwise.launch.supervise import Span
 STRANGERS = 64
 CHUNK = 2**16
 SECRET = "meeting.secret"
-SIOCGIFADDR = 0x8915  # Source: linux/sockios.h
-Address = tuple[str, int]
+# How long the host waits at the end for nodes to hear that it is over.
+FAREWELL_SECONDS = 3.0
 
 
 def leave_secret(folder: str | Path) -> str:
@@ -74,6 +74,13 @@ def read_secret(folder: str | Path) -> str:
         return ""
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read.", why=str(error), fix="run all nodes as one user") from None
+
+
+def not_joined(strange: bool) -> Over:
+    """What a node ends with whose connection ended before it took part. strange: what was heard is no message."""
+    if not strange:
+        return Over(EXIT_REQUEUE, "the host ended before this node took part")
+    return Over(EXIT_BAD_INPUT, "what listens there is no run's host: give another port (--rendezvous)")
 
 
 class _Line:
@@ -123,26 +130,32 @@ class Host:
     """Holds the meeting. `members`: the nodes that take part, in the order in which they joined.
 
     A connection that ends is only silent: its node keeps its name until it is given up, since its ranks may yet write.
-
-    Raises: OSError where the address is another's, or cannot be listened at.
+    Where the host is a node itself it comes first, joined from the start, and is never given up.
     """
 
     def __init__(
-        self, address: Address, secret: str, recipe: str, span: Span, clock: Callable[[], float] = time.monotonic
+        self,
+        listener: socket.socket,
+        secret: str,
+        recipe: str,
+        span: Span,
+        own: Sequence[Join] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._listener = socket.create_server(address, backlog=STRANGERS)
+        self._listener = listener
         self._listener.setblocking(False)
-        self.address: Address = self._listener.getsockname()[:2]
         self._secret, self._recipe, self._span, self._clock = secret, recipe, span, clock
         self._lines: list[_Line] = []
+        self._left: list[str] = []
         self._beaten = clock()
-        self.members: list[Member] = []
+        self.members = [Member(one.node, one.devices, one.device, clock(), float("inf")) for one in own]
 
     def turn(self, seconds: float) -> tuple[list[tuple[str, Ended]], tuple[str, ...]]:
-        """Serve whoever has something to say, for at most this long: how attempts ended, and who was given up."""
+        """Serve whoever has something to say, for at most this long: how attempts ended, and who is gone."""
         ended = [(node, said) for line in self._ready(seconds) for node, said in self._listen(line)]
         now = self._clock()
-        gone = silent(self.members, now)
+        gone = (*self._left, *silent(self.members, now))
+        self._left = []
         self.members = [one for one in self.members if one.node not in gone]
         for line in self._lines:
             if line.node in gone or (not line.node and now - line.since >= SILENCE_SECONDS):
@@ -154,20 +167,35 @@ class Host:
         self._lines = [line for line in self._lines if line.open]
         return ended, gone
 
+    def give_up(self, node: str) -> None:
+        """From the next turn on this node does not take part any more."""
+        self._left.append(node)
+
     def tell(self, node: str, message: Message) -> None:
         """Say this to a node; one whose connection has ended is given up later, and hears nothing."""
         for line in self._lines:
             if line.open and line.node == node:
                 line.say(message)
 
-    def close(self) -> None:
+    def close(self, over: Over) -> None:
+        """Tell all nodes that it is over, and give them the time to hear it; then nobody listens here any more."""
+        for one in self.members:
+            self.tell(one.node, over)
         self._listener.close()
+        for line in self._lines:
+            if not line.node:
+                line.close()
+        until = self._clock() + FAREWELL_SECONDS
+        while any(line.open for line in self._lines) and self._clock() < until:
+            for line in self._ready(BEAT_SECONDS / 10):
+                line.hear()
         for line in self._lines:
             line.close()
 
     def _ready(self, seconds: float) -> list[_Line]:
         with selectors.DefaultSelector() as chosen:
-            chosen.register(self._listener, selectors.EVENT_READ)
+            if self._listener.fileno() >= 0:
+                chosen.register(self._listener, selectors.EVENT_READ)
             for line in self._lines:
                 line.flush()
                 if line.open:
@@ -206,6 +234,8 @@ class Host:
                 self._heard(line.node)
                 if isinstance(said, Ended):
                     ended.append((line.node, said))
+                if isinstance(said, Leave):
+                    self._left.append(line.node)
         return ended
 
     def _join(self, line: _Line, said: Join) -> None:
@@ -228,17 +258,26 @@ class Host:
 class Guest:
     """A node's side: it joins when it is challenged, beats, and hears what the host says.
 
-    Raises: OSError where nobody listens there.
+    secret: reads what the host left in the run's folder, which it does before it challenges anybody.
     """
 
-    def __init__(self, address: Address, join: Join, secret: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._line = _Line(socket.create_connection(address, timeout=SILENCE_SECONDS), clock())
+    def __init__(
+        self,
+        connection: socket.socket,
+        join: Join,
+        secret: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._line = _Line(connection, clock())
         self._join, self._secret, self._clock = join, secret, clock
         self._heard = self._beaten = clock()
-        self.joined = False
+        self.challenged = self.joined = self._strange = False
 
     def turn(self, seconds: float) -> list[FromHost]:
-        """What the host has said, waiting for at most this long; `cut_off()` is the last where it is not heard."""
+        """What the host has said, waiting for at most this long; `cut_off()` is the last where it is not heard.
+
+        A host may be long at its own preparations before it challenges anybody: that silence is the caller's to bound.
+        """
         came = self._wait(seconds)
         now = self._clock()
         if came:
@@ -246,9 +285,11 @@ class Guest:
         if self.joined and now - self._beaten >= BEAT_SECONDS and self._line.open:
             self._beaten = now
             self._line.say(Beat())
-        if any(isinstance(one, Refused) for one in came):
+        if any(isinstance(one, Refused | Over) for one in came):
             return came
-        return [*came, cut_off()] if alone(self._heard, now) else came
+        if not self.joined and not self._line.open:
+            return [*came, not_joined(self._strange)]
+        return [*came, cut_off()] if self.challenged and alone(self._heard, now) else came
 
     def tell(self, message: Message) -> None:
         if self._line.open:
@@ -269,6 +310,7 @@ class Guest:
         try:
             said = [from_host(raw) for raw in self._line.hear()]
         except NoMessage:
+            self._strange = True
             self._line.close()
             return []
         for one in said:
@@ -277,19 +319,8 @@ class Guest:
 
     def _answer(self, said: FromHost) -> None:
         if isinstance(said, Challenge):
-            proof = prove(self._secret, said.nonce, self._join.node)
+            self.challenged = True
+            self._heard = self._clock()
+            proof = prove(self._secret(), said.nonce, self._join.node)
             self._line.say(msgspec.structs.replace(self._join, proof=proof))
         self.joined = self.joined or isinstance(said, Beat)
-
-
-def interface_of(address: str) -> str:
-    """The interface of this machine that has this IPv4 address; empty where none has. Source: netdevice(7)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                said = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(said[20:24]) == address:
-                return name
-    return ""

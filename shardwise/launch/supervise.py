@@ -50,7 +50,7 @@ class Exit(msgspec.Struct, frozen=True):
 
     step: where it failed, None before the first; committed: after which a restart goes on; gained_seconds: trained in
     this attempt beyond where the run was before, into `committed`; device: the place of the first rank to fail in the
-    attempt's list of devices; elsewhere: another node was told to stop, or is gone, and not this one.
+    attempt's list of devices; elsewhere: another node was told to stop, is gone or came, and this one goes on.
     """
 
     attempt: int
@@ -87,7 +87,7 @@ def decide(history: Sequence[Exit], budgets: Restarts) -> Restart | Stop:
     """What follows the last exit of `history`, oldest first."""
     last = history[-1]
     if last.elsewhere and last.cause in ("preempted", "lost"):
-        return Restart(0.0, "a node less, not counted", left_out(history))
+        return Restart(0.0, "the nodes changed, not counted", left_out(history))
     if last.cause in ENDINGS:
         return Stop(last.code)
     if final := _final(last, history):

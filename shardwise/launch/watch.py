@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardwise.environment import JOB_LOGS
 from shardwise.launch import local, processes
@@ -23,6 +23,10 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 KILLED_SECONDS = 30.0
 # A traceback is held back this long: if the job ends meanwhile, the first failing rank's is shown instead.
 HOLD_SECONDS = 20.0
+
+
+# What another node's news ask of this one's ranks: to save and stop, or to end at once.
+Wish = Literal["save", "end"]
 
 
 class Ended(NamedTuple):
@@ -38,12 +42,13 @@ def watch(
     tick: Callable[[], None],
     *,
     came: list[int] | None = None,
+    wish: Callable[[], Wish | None] = lambda: None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Ended:
     """Call `tick` until the job has ended. The first signal goes to the ranks; a second Ctrl-C ends all.
 
     A hang-up after a TERM, as when a session is closed, is no second wish: the ranks are saving already. `came`: the
-    list of a `received` that the caller is in, with what came before.
+    list of a `received` that the caller is in, with what came before. `wish`: what else is wanted of the ranks.
     """
     with received(came) as signals:
         forwarded = False
@@ -53,6 +58,13 @@ def watch(
                 break
             if signals and not forwarded:
                 _forward(process.pid, signals[0])
+                forwarded = True
+            wanted = wish()
+            if wanted == "end":
+                end_tree(process)
+                break
+            if wanted == "save" and not forwarded:
+                _forward(process.pid, signal.SIGTERM)
                 forwarded = True
             tick()
             pause(POLL_SECONDS)

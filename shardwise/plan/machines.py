@@ -17,6 +17,13 @@ def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
     return of_groups((NodeGroup(nodes, cluster.node, cluster.measured),))
 
 
+def used(cluster: Cluster, nodes: int, devices: int) -> Cluster:
+    """So many machines of the first group's kind, of each of which so many devices are used."""
+    name = f"{devices}x{'cpu-core' if cluster.kind == 'cpu' else cluster.device.name}"
+    node = msgspec.structs.replace(cluster.node, name=name, devices=devices)
+    return of_groups((NodeGroup(nodes, node, cluster.measured),))
+
+
 def reach(cluster: Cluster) -> int:
     """Devices that the fast links join: those of a node, or of a domain of several."""
     return max(cluster.node.devices, cluster.node.link_domain or 0)

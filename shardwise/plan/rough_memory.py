@@ -113,7 +113,8 @@ def usable_bytes(cluster: Cluster, ranks: int) -> int:
     if cluster.kind == "gpu":
         return int(cluster.smallest_device.hbm_bytes * USABLE_SHARE)
     host = cluster.node.host_memory_bytes or cluster.device.hbm_bytes * cluster.node.devices
-    return max(0, int(host * USABLE_SHARE) // ranks - PROCESS_BYTES)
+    on_a_host = max(1, ranks // cluster.nodes)
+    return max(0, int(host * USABLE_SHARE) // on_a_host - PROCESS_BYTES)
 
 
 def bytes_at_rest(plan: Plan) -> int | None:

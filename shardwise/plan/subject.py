@@ -92,7 +92,7 @@ def _task(recipe: Recipe, arch: Arch, cluster: Cluster, ranks: int, fixed: Mappi
         sequence_length=recipe.data.sequence_length,
         global_batch=rule_of_thumb.global_batch(recipe),
         world=ranks,
-        devices_per_node=ranks if cluster.kind == "cpu" else machines.reach(cluster),
+        devices_per_node=ranks if cluster.kind == "cpu" and cluster.nodes == 1 else machines.reach(cluster),
         most_micro_batch=None if micro == "auto" else micro,
         fixed_length=recipe.data.length_is_known,
         fixed=fixed,

@@ -4,11 +4,13 @@ Its clock runs FAST times faster than the wall's, so that bounds of 10 and 20 s 
 """
 
 import json
+import socket
 import sys
 import time
 
 from shardwise.inputs.recipe import Restarts
 from shardwise.launch import meeting, nodes
+from shardwise.launch.address import Address
 from shardwise.launch.supervise import Exit, Span, decide
 
 FAST = 5.0
@@ -22,10 +24,11 @@ def say(**words: object) -> None:
     print(json.dumps({"at": clock(), **words}), flush=True)
 
 
-def host(address: nodes.Address, folder: str, until: int) -> int:
+def host(address: Address, folder: str, until: int) -> int:
     """Begin an attempt when two have joined; end after `until` nodes were given up, or all have said how it ended."""
-    host = nodes.Host(address, nodes.leave_secret(folder), "recipe", Span(2, 2), clock)
-    say(listens=host.address)
+    listener = socket.create_server(address)
+    host = nodes.Host(listener, nodes.leave_secret(folder), "recipe", Span(2, 2), clock=clock)
+    say(listens=listener.getsockname()[:2])
     ends: dict[str, meeting.Ended] = {}
     begun, gone = False, 0
     while gone < until and len(ends) < 2:
@@ -40,15 +43,14 @@ def host(address: nodes.Address, folder: str, until: int) -> int:
             begun = True
             for node, part in meeting.parts(host.members, 2, 1, "127.0.0.1", 4000, b'{"a":1}').items():
                 host.tell(node, part)
-    for one in host.members:
-        host.tell(one.node, meeting.Over(0, "done"))
-    host.close()
+    host.close(meeting.Over(0, "done"))
     return 0
 
 
-def guest(address: nodes.Address, folder: str, name: str, ends: bool) -> int:
+def guest(address: Address, folder: str, name: str, ends: bool) -> int:
     """Take part until the run is over, for this node or for all; its code."""
-    guest = nodes.Guest(address, meeting.Join(name, 2, "cpu", "recipe", ""), nodes.read_secret(folder), clock)
+    join = meeting.Join(name, 2, "cpu", "recipe", "")
+    guest = nodes.Guest(socket.create_connection(address), join, lambda: nodes.read_secret(folder), clock)
     while True:
         for said in guest.turn(0.05):
             if isinstance(said, meeting.Begin):

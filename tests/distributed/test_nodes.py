@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch import local, nodes, watch
+from shardwise.launch import address, local, watch
 from shardwise.launch.meeting import LOST_SECONDS, SILENCE_SECONDS
 from shardwise.launch.outcome import first_failure
 
@@ -110,7 +110,7 @@ def jobs(folder: Path, *arguments: str, ranks: int = 2) -> list[local.Job]:
     return [
         local.Job(
             ranks=ranks, command=command, logs=str(folder / f"node-{node}"),
-            place=local.Place(node, 2, "127.0.0.1", port, nodes.interface_of("127.0.0.1")),
+            place=local.Place(node, 2, "127.0.0.1", port, address.interface_of("127.0.0.1")),
         )
         for node in range(2)
     ]  # fmt: skip
@@ -144,8 +144,8 @@ def test_a_rank_that_raises_is_named_by_its_own_node_with_its_number_among_all(t
 
 
 def test_an_address_has_the_interface_that_has_it() -> None:
-    assert nodes.interface_of("127.0.0.1") == "lo"
-    assert nodes.interface_of("203.0.113.9") == ""  # RFC 5737: nobody has it
+    assert address.interface_of("127.0.0.1") == "lo"
+    assert address.interface_of("203.0.113.9") == ""  # RFC 5737: nobody has it
 
 
 HOSTS = (f"sw{os.getpid()}a", f"sw{os.getpid()}b")

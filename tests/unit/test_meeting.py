@@ -17,7 +17,7 @@ from shardwise.launch.supervise import Exit, Restart, Span, Stop, decide
 
 RECIPE, SECRET, NONCE = "abc", "secret", "nonce"
 FOR_NODES = (
-    meeting.Challenge("n"), meeting.Refused("what", "why", "fix"), meeting.Beat(), meeting.EndAttempt(3, save=True),
+    meeting.Challenge("n"), meeting.Refused("what", "why", "fix"), meeting.Beat(), meeting.EndAttempt(3),
     meeting.Over(75, "why"), Begin(1, 0, 2, "10.0.0.1", 4000, 0, 2, 4, msgspec.Raw(b'{"a":1}')),
 )  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_what_the_host_says_comes_as_it_was_said(message: meeting.FromHost) -> N
             meeting.from_node(line)
 
 
-@pytest.mark.parametrize("message", [join(), meeting.Beat(), ended("crash", told=True)])
+@pytest.mark.parametrize("message", [join(), meeting.Beat(), meeting.Leave(), ended("crash", told=True)])
 def test_what_a_node_says_comes_as_it_was_said(message: meeting.FromNode) -> None:
     assert meeting.from_node(meeting.to_line(message).rstrip(b"\n")) == message
 
