@@ -89,7 +89,7 @@ def supervised(
             history.append(ended)
             answer, world = _answer(history, budgets, came, prepare)
             event = said(ended, answer, ended.attempt + 1, world)
-            if isinstance(answer, Restart) or (answer.why and len(history) > 1):
+            if isinstance(answer, Restart) or (answer.why and (len(history) > 1 or ended.elsewhere)):
                 print(f"{sentence(event)}; its logs: {followed.logs}", file=sys.stderr, flush=True)
             _keep(run(), event)
             if isinstance(answer, Restart) and _paused(answer.pause_seconds, came, idle):

@@ -30,8 +30,9 @@ FAILED_SECONDS = 5.0
 ENDED_SECONDS = 60.0
 # How long nodes wait for each other before the first attempt. As torchelastic's join timeout.
 JOIN_SECONDS = 600.0
-# More nodes may come until none has for this long: those of one job start within seconds of each other.
-SETTLE_SECONDS = 15.0
+# More nodes may come until none has for this long: those of one job start within seconds of each other, and who is
+# later joins after the next save.
+SETTLE_SECONDS = 10.0
 # A plan with its recipe and cluster takes some 20 KiB; nothing else here is long.
 MESSAGE_BYTES = 4 * 2**20
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 from shardwise.launch import address, local, watch
 from shardwise.launch.meeting import LOST_SECONDS, SILENCE_SECONDS
 from shardwise.launch.outcome import first_failure
+from tests.distributed.two_hosts import ADDRESSES, cut, two_hosts
 
 LIMIT_SECONDS = 60
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -148,47 +148,26 @@ def test_an_address_has_the_interface_that_has_it() -> None:
     assert address.interface_of("203.0.113.9") == ""  # RFC 5737: nobody has it
 
 
-HOSTS = (f"sw{os.getpid()}a", f"sw{os.getpid()}b")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces joined by a wire: 10.77.0.1 and 10.77.0.2."""
-    if shutil.which("ip") is None:
-        pytest.skip("there is no `ip` here (Debian: iproute2)")
-    with contextlib.ExitStack() as made:
-        try:
-            for name in HOSTS:
-                ip("netns", "add", name)
-                made.callback(ip, "netns", "del", name)
-            ip("-n", HOSTS[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", HOSTS[1])
-            for number, name in enumerate(HOSTS, start=1):
-                ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "wire")
-                for link in ("lo", "wire"):
-                    ip("-n", name, "link", "set", link, "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-        yield HOSTS
+    with two_hosts() as names:
+        yield names
 
 
 def test_a_cut_link_ends_the_node_that_is_cut_off_before_the_host_gives_it_up(
     start: Start, hosts: tuple[str, str], tmp_path: Path
 ) -> None:
     here, there = hosts
-    host = start("host", "10.77.0.1", 0, tmp_path, 1, within=here)
+    host = start("host", ADDRESSES[0], 0, tmp_path, 1, within=here)
     where = line(host)["listens"]
     stays = start("guest", *where, tmp_path, "a", within=here)
     leaves = start("guest", *where, tmp_path, "b", within=there)
     for one in (stays, leaves):
         assert "begin" in line(one)
-    ip("-n", there, "link", "set", "wire", "down")
-    cut, lost = line(leaves), line(host)
-    assert "nothing was heard" in cut["over"] and leaves.wait(LIMIT_SECONDS) == 75
+    cut(there)
+    alone, lost = line(leaves), line(host)
+    assert "nothing was heard" in alone["over"] and leaves.wait(LIMIT_SECONDS) == 75
     assert (lost["lost"], lost["then"]) == ("b", "Restart")
     # The last beats of the two may lie a beat apart, on one clock of the machine.
-    assert lost["at"] - cut["at"] >= LOST_SECONDS - SILENCE_SECONDS - 5.0
+    assert lost["at"] - alone["at"] >= LOST_SECONDS - SILENCE_SECONDS - 5.0
     assert line(stays)["over"] == "done" and stays.wait(LIMIT_SECONDS) == 0
