@@ -128,7 +128,7 @@ def hold(task: Task, listener: socket.socket, address: Address, ended: Callable[
     Raises: BadInput, which the nodes that have joined are told.
     """
     recipe, join = task.recipe, task.join()
-    host = Host(listener, leave_secret(recipe.run), join.recipe, task.several.span, (join,))
+    host = Host(listener, leave_secret(recipe.run), join.recipe, task.several.span, (join,), recipe.train.lost_seconds)
     over = Over(EXIT_REQUEUE, "the host was ended")
     try:
         hosting = Hosting(task, host, address)

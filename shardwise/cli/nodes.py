@@ -160,8 +160,8 @@ class Member:
     def __init__(self, task: Task, connection: socket.socket, came: list[int]) -> None:
         self.task, self.came = task, came
         self.here = str(connection.getsockname()[0])
-        folder = task.recipe.run
-        self.guest = nodes.Guest(connection, task.join(), lambda: nodes.read_secret(folder))
+        folder, lost = task.recipe.run, task.recipe.train.lost_seconds
+        self.guest = nodes.Guest(connection, task.join(), lambda: nodes.read_secret(folder), lost)
         self.heard: deque[FromHost] = deque()
         self.over: Over | None = None
 

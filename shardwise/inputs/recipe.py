@@ -174,6 +174,7 @@ class TrainSpec(Value, frozen=True):
     cluster: "local", or a file that `shardwise doctor --measure` wrote on this machine: the plan then knows its speed.
     devices: ranks on each node; "2:4" is four, and as few as two where others failed.
     hang_seconds: a rank that makes no progress for so long in a step is named, and all are ended; 0 is never.
+    lost_seconds: of several nodes, one that is not heard of for so long is given up; it ends itself in half of that.
     """
 
     steps: Positive | None = None
@@ -188,6 +189,7 @@ class TrainSpec(Value, frozen=True):
     on_spike: Literal["tell", "roll_back", "pass_over"] = "tell"
     restarts: Restarts = Restarts()
     hang_seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 60.0
+    lost_seconds: Annotated[float, msgspec.Meta(ge=10.0)] = 20.0
 
 
 def device_span(devices: int | str) -> tuple[int, int] | None:

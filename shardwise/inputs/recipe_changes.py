@@ -35,6 +35,7 @@ ALLOWED_CHANGES = (
     "train.guard_every_steps",
     "train.on_spike",
     "train.hang_seconds",
+    "train.lost_seconds",
     "model.roles",
     "model.sequence_parallel",
 )

@@ -1,8 +1,8 @@
 """The meeting of a run's nodes: what they say to each other, and what their host concludes from it. Pure.
 
-One node holds the meeting (the host); the supervisor of every node is a member of it, the host's own too. A node that
-hears nothing for SILENCE_SECONDS ends its ranks and itself; the host gives a node up after LOST_SECONDS. The first is
-well below the second: when the others go on without a node, its ranks are gone and write nothing more.
+One node holds the meeting (the host); the supervisor of every node is a member of it, the host's own too. The host
+gives a node up that it has not heard for `lost_seconds`; a node that hears nothing for half of that ends its ranks and
+itself: when the others go on without a node, its ranks are gone and write nothing more.
 
 Messages are JSON, one a line, of at most MESSAGE_BYTES. Whoever joins proves that it sees the run's folder: it reads a
 secret there, and answers the host's challenge with it. So a node with a folder of its own is found before it starts,
@@ -21,8 +21,6 @@ from shardwise.launch.outcome import Cause
 from shardwise.launch.supervise import Exit, Span, passes
 
 BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 10.0
-LOST_SECONDS = 20.0
 # An attempt that failed on one node ends on the others by itself, as their collectives break; after this long it is
 # ended there.
 FAILED_SECONDS = 5.0
@@ -220,19 +218,19 @@ def begins(members: Sequence[Member], span: Span, now: float) -> bool:
     return len(members) >= span.least and now - max(one.joined for one in members) >= SETTLE_SECONDS
 
 
-def silent(members: Sequence[Member], now: float) -> tuple[str, ...]:
+def silent(members: Sequence[Member], now: float, lost_seconds: float) -> tuple[str, ...]:
     """The nodes that the host gives up."""
-    return tuple(one.node for one in members if now - one.heard >= LOST_SECONDS)
+    return tuple(one.node for one in members if now - one.heard >= lost_seconds)
 
 
-def alone(heard: float, now: float) -> bool:
+def alone(heard: float, now: float, lost_seconds: float) -> bool:
     """Whether a node, which last heard the host at `heard`, ends its ranks and itself."""
-    return now - heard >= SILENCE_SECONDS
+    return now - heard >= lost_seconds / 2
 
 
-def cut_off() -> Over:
+def cut_off(lost_seconds: float) -> Over:
     """What a node ends with that is `alone`: the queue may put it where the host is heard."""
-    return Over(EXIT_REQUEUE, f"nothing was heard of the host for {SILENCE_SECONDS:.0f} s")
+    return Over(EXIT_REQUEUE, f"nothing was heard of the host for {lost_seconds / 2:g} s")
 
 
 def parts(
@@ -269,7 +267,7 @@ def together(ends: Mapping[str, Ended], gone: Sequence[str], host: str, before: 
     if gone:
         return msgspec.structs.replace(
             own, cause="lost", code=EXIT_REQUEUE, error="", fix="", device=None, elsewhere=True,
-            why=f"lost: {', '.join(gone)}: not heard of for {LOST_SECONDS:.0f} s",
+            why=f"lost: {', '.join(gone)}: not heard of any more",
         )  # fmt: skip
     if not ends:
         return before

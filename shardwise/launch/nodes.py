@@ -17,7 +17,6 @@ import msgspec
 from shardwise.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, RunFolderError
 from shardwise.launch.meeting import (
     BEAT_SECONDS,
-    SILENCE_SECONDS,
     Beat,
     Challenge,
     Ended,
@@ -42,7 +41,7 @@ from shardwise.launch.meeting import (
 from shardwise.launch.supervise import Span
 
 # Connections that have not joined: a port scanner must not take what nodes need.
-STRANGERS = 64
+STRANGERS, STRANGER_SECONDS = 64, 10.0
 CHUNK = 2**16
 SECRET = "meeting.secret"
 # How long the host waits at the end for nodes to hear that it is over.
@@ -140,11 +139,13 @@ class Host:
         recipe: str,
         span: Span,
         own: Sequence[Join] = (),
+        lost_seconds: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._listener = listener
         self._listener.setblocking(False)
         self._secret, self._recipe, self._span, self._clock = secret, recipe, span, clock
+        self._lost_seconds = lost_seconds
         self._lines: list[_Line] = []
         self._left: list[str] = []
         self._beaten = clock()
@@ -154,11 +155,11 @@ class Host:
         """Serve whoever has something to say, for at most this long: how attempts ended, and who is gone."""
         ended = [(node, said) for line in self._ready(seconds) for node, said in self._listen(line)]
         now = self._clock()
-        gone = (*self._left, *silent(self.members, now))
+        gone = (*self._left, *silent(self.members, now, self._lost_seconds))
         self._left = []
         self.members = [one for one in self.members if one.node not in gone]
         for line in self._lines:
-            if line.node in gone or (not line.node and now - line.since >= SILENCE_SECONDS):
+            if line.node in gone or (not line.node and now - line.since >= STRANGER_SECONDS):
                 line.close()
         if now - self._beaten >= BEAT_SECONDS:
             self._beaten = now
@@ -266,15 +267,16 @@ class Guest:
         connection: socket.socket,
         join: Join,
         secret: Callable[[], str],
+        lost_seconds: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._line = _Line(connection, clock())
-        self._join, self._secret, self._clock = join, secret, clock
+        self._join, self._secret, self._clock, self._lost_seconds = join, secret, clock, lost_seconds
         self._heard = self._beaten = clock()
         self.challenged = self.joined = self._strange = False
 
     def turn(self, seconds: float) -> list[FromHost]:
-        """What the host has said, waiting for at most this long; `cut_off()` is the last where it is not heard.
+        """What the host has said, waiting for at most this long; `cut_off` is the last where it is not heard.
 
         A host may be long at its own preparations before it challenges anybody: that silence is the caller's to bound.
         """
@@ -289,7 +291,8 @@ class Guest:
             return came
         if not self.joined and not self._line.open:
             return [*came, not_joined(self._strange)]
-        return [*came, cut_off()] if self.challenged and alone(self._heard, now) else came
+        lost = self.challenged and alone(self._heard, now, self._lost_seconds)
+        return [*came, cut_off(self._lost_seconds)] if lost else came
 
     def tell(self, message: Message) -> None:
         if self._line.open:

@@ -50,7 +50,7 @@ def host(address: Address, folder: str, until: int) -> int:
 def guest(address: Address, folder: str, name: str, ends: bool) -> int:
     """Take part until the run is over, for this node or for all; its code."""
     join = meeting.Join(name, 2, "cpu", "recipe", "")
-    guest = nodes.Guest(socket.create_connection(address), join, lambda: nodes.read_secret(folder), clock)
+    guest = nodes.Guest(socket.create_connection(address), join, lambda: nodes.read_secret(folder), clock=clock)
     while True:
         for said in guest.turn(0.05):
             if isinstance(said, meeting.Begin):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import EXIT_REQUEUE
-from shardwise.inputs.recipe import Restarts
+from shardwise.inputs.recipe import Restarts, TrainSpec
 from shardwise.launch import meeting
 from shardwise.launch.meeting import Begin, Ended, Join, Member, NoMessage
 from shardwise.launch.outcome import Cause
@@ -96,13 +96,17 @@ def test_every_rank_is_on_one_node_and_nodes_are_in_the_order_of_joining(nodes: 
     assert {(part.world, part.nodes, part.attempt) for part in parts.values()} == {(nodes * per_node, nodes, 3)}
 
 
-def test_a_node_that_is_cut_off_has_ended_before_the_others_go_on_without_it() -> None:
-    assert meeting.SILENCE_SECONDS + 5 <= meeting.LOST_SECONDS  # five: what the end of its ranks may take
-    for tenth in range(300):
-        now = tenth / 10
-        if meeting.silent([member("b", heard=0.0)], now):
-            assert meeting.alone(0.0, now)
-    assert meeting.cut_off().code == EXIT_REQUEUE
+@given(st.floats(10.0, 1000.0), st.floats(0.0, 2000.0))
+def test_a_node_that_is_cut_off_has_ended_before_the_others_go_on_without_it(lost: float, now: float) -> None:
+    if meeting.silent([member("b", heard=0.0)], now, lost):
+        assert meeting.alone(0.0, now - 5.0, lost)  # five: what the end of its ranks may take
+    assert meeting.cut_off(lost).code == EXIT_REQUEUE
+
+
+def test_no_recipe_gives_a_node_less_time_to_end_than_it_may_take() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"lost_seconds": 9.9}, TrainSpec)
+    assert TrainSpec().lost_seconds >= 10.0
 
 
 def test_nodes_begin_when_all_are_there_or_enough_and_no_other_comes() -> None:
