@@ -47,7 +47,7 @@ def require_each_sample_once(folder: Path) -> None:
 def test_a_node_comes_later_and_is_cut_off_in_mid_step_and_the_other_goes_on_to_the_end(
     hosts: tuple[str, str], tmp_path: Path
 ) -> None:
-    recipe(tmp_path, steps=200, devices=1)
+    recipe(tmp_path, steps=150, devices=1)
     cut(hosts[1])
     with node(tmp_path, "1:2", "a", hosts[0]) as stays, node(tmp_path, "1:2", "b", hosts[1]) as leaves:
         err = wait_for(stays, "step 10: saved")
@@ -62,7 +62,7 @@ def test_a_node_comes_later_and_is_cut_off_in_mid_step_and_the_other_goes_on_to_
     came, lost, done = ends(tmp_path)
     assert (came.cause, came.world, lost.cause, lost.world, done.cause) == ("preempted", 2, "lost", 1, "done")
     assert "b came" in came.error and "lost: b" in lost.error and "not counted" in lost.then
-    assert worlds(tmp_path, 3) == [1, 2, 1] and last_json(out)["step"] == 200
+    assert worlds(tmp_path, 3) == [1, 2, 1] and last_json(out)["step"] == 150
     require_each_sample_once(tmp_path)
 
 
