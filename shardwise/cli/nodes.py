@@ -30,7 +30,6 @@ from shardwise.launch.meeting import (
     Begin,
     EndAttempt,
     Ended,
-    FromHost,
     Join,
     Leave,
     Over,
@@ -162,7 +161,7 @@ class Member:
         self.here = str(connection.getsockname()[0])
         folder, lost = task.recipe.run, task.recipe.train.lost_seconds
         self.guest = nodes.Guest(connection, task.join(), lambda: nodes.read_secret(folder), lost)
-        self.heard: deque[FromHost] = deque()
+        self.heard: deque[Begin | EndAttempt] = deque()
         self.over: Over | None = None
 
     def run(self) -> int:
@@ -194,7 +193,8 @@ class Member:
                 raise RecipeError(one.what, why=one.why, fix=one.fix)
             if isinstance(one, Over):
                 self.over = one
-            self.heard.append(one)
+            if isinstance(one, Begin | EndAttempt):
+                self.heard.append(one)
 
     def _wish(self, attempt: int) -> watch.Wish | None:
         self._listen(0.0)

@@ -113,11 +113,11 @@ def _on_several(asked: Asked, several: nodes.Several, recipe: Recipe, made_from:
     task = _task(recipe, several, asked.as_json)
     if asked.dry_run:
         return _dry_run(task.plan(several.span.most), asked.as_json, several)
+    where = address.resolve(several.address)
     _require(task.plan(several.span.least))
     if not asked.fresh and (finished := _finished(recipe)) is not None:
         return _say_finished(finished, asked.as_json)
     _prepare(recipe.data)
-    where = address.resolve(several.address)
     listener = address.listen(where) if address.is_here(where[0]) else None
     if listener is None:
         return nodes.take_part(task, where)

@@ -123,6 +123,7 @@ def test_who_takes_part_and_who_does_not() -> None:
     assert "another recipe" in refused(join(recipe="def"))
     assert "already" in refused(join(), (member("b"),))
     assert "cpu" in refused(join(), (member("a", device="H100"),))
+    assert "gives 2 ranks; the others give 4" in refused(join(), (member("a")._replace(devices=4),))
     assert "2 nodes" in refused(join(), (member("a"), member("c")))
 
 
@@ -158,6 +159,15 @@ def test_only_the_host_being_told_to_stop_stops_the_whole() -> None:
     for who, answer in (("a", Stop), ("b", Restart)):
         ends = {node: ended("preempted", EXIT_REQUEUE, told=node == who) for node in ("a", "b")}
         assert isinstance(decide([meeting.together(ends, [], "a", BEFORE)], Restarts()), answer)
+
+
+def test_an_attempt_that_ended_for_a_node_that_came_is_not_counted_and_where_it_stands_is_the_hosts_word() -> None:
+    ends = {"a": ended("preempted", EXIT_REQUEUE, step=9, committed=8), "b": ended("preempted", EXIT_REQUEUE)}
+    whole = meeting.together(ends, [], "a", BEFORE, ["c"])
+    assert (whole.elsewhere, whole.why, whole.committed) == (True, "c came", 8)
+    assert isinstance(decide([whole] * 20, Restarts()), Restart)
+    crashed = meeting.together({**ends, "b": ended("crash", error="ValueError: mine", step=7)}, [], "a", BEFORE, ["c"])
+    assert (crashed.cause, crashed.elsewhere, crashed.step, crashed.committed) == ("crash", False, 7, 8)
 
 
 def test_a_device_of_another_node_is_not_left_out_here() -> None:
