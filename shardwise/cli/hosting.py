@@ -225,12 +225,13 @@ class Hosting:
     def _most(self, there: int) -> int:
         """Of so many nodes, how many a plan can use; the others wait. Raises: PlanInfeasible where no plan runs."""
         least = self.task.several.span.least
-        for nodes in range(there, least - 1, -1):
+        for nodes in range(there, least, -1):
             if not isinstance(self._plan(nodes), PlanInfeasible):
                 return nodes
-        raise (
-            self._plan(least) if there >= least else PlanInfeasible(f"{there} nodes, and at least {least} are needed.")
-        )
+        found = self._plan(least)
+        if isinstance(found, PlanInfeasible):
+            raise found
+        return least
 
     def _plan(self, nodes: int) -> "Plan | PlanInfeasible":
         """The same for the same number: a run that goes on with as many nodes has the bits of one that was whole."""
