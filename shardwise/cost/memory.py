@@ -4,12 +4,13 @@ A step has a few moments at which memory can be highest; each is added up for th
 rank, and the highest counts. `moments` says what is held when. No torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from shardwise.cost.calibration import MemoryConstants, memory_constants
-from shardwise.cost.candidates import Candidates, Flags
+from shardwise.cost.candidates import Candidates, Counts, Flags
 from shardwise.cost.moments import CATEGORIES, Floats, Held, Rank, moments, stepping
 from shardwise.cost.published_engine import MeasuredRank, MemoryKind
 from shardwise.cost.workload import Workload
@@ -85,7 +86,22 @@ def memory(
 
     known: constants of what is reserved beyond tensors, and of the interval; a fit tries others than the committed.
     """
-    held, total, flat = _peak(workload, candidates, rank)
+    return _around(_peak(workload, candidates, _places(candidates, rank)), cluster, candidates, known)
+
+
+def by_rank(workload: Workload, cluster: Cluster, candidate: Candidates, known: MemoryConstants = COMMITTED) -> Memory:
+    """What each rank of one candidate's pipeline holds at its own peak. Shapes: a row in, [pp] out."""
+    pp = int(candidate.pp[0])
+    ranks = candidate.where(np.zeros(pp, dtype=np.int64))
+    return _around(_peak(workload, ranks, [np.arange(pp)]), cluster, ranks, known)
+
+
+Peak = tuple[Held, Floats, Floats]
+
+
+def _around(peak: Peak, cluster: Cluster, candidates: Candidates, known: MemoryConstants) -> Memory:
+    """With what the allocator and the driver take beside tensors, and the interval."""
+    held, total, flat = peak
     on_gpu = cluster.device.kind == "gpu"
     ranks = candidates.world
     context = known.context_bytes + np.where(ranks > 1, known.communicator_bytes, 0.0)
@@ -105,15 +121,16 @@ def memory(
     )
 
 
-def _peak(workload: Workload, candidates: Candidates, rank: MeasuredRank) -> tuple[Held, Floats, Floats]:
-    """The categories at the highest moment, [8, n], their sum, and the flat buffers that are reserved beyond it.
+def _peak(workload: Workload, candidates: Candidates, places: Sequence[Counts]) -> Peak:
+    """Of the fullest of these ranks: the categories at its highest moment, [8, n], their sum, and the flat buffers that
+    are reserved beyond it. `places`: ranks of the pipeline to look at; -1 where a candidate has none.
 
     What the optimizer's step makes flat finds no room in the holes that activations leave in the cache, which keeps
     both: torch.cuda's caching allocator joins no two segments.
     """
     best = np.zeros((len(CATEGORIES), len(candidates)))
     most, flat = np.full(len(candidates), -1.0), np.zeros(len(candidates))
-    for place in _places(candidates, rank):
+    for place in places:
         rows = np.flatnonzero(place >= 0)
         if not len(rows):
             continue
@@ -127,7 +144,7 @@ def _peak(workload: Workload, candidates: Candidates, rank: MeasuredRank) -> tup
     return best, most, flat
 
 
-def _places(candidates: Candidates, rank: MeasuredRank) -> list[np.ndarray]:
+def _places(candidates: Candidates, rank: MeasuredRank) -> list[Counts]:
     """Ranks of the pipeline to look at; -1 where a candidate has no such rank, or it is known already."""
     pp = candidates.pp
     first, second, last = np.zeros_like(pp), np.where(pp > 2, 1, -1), np.where(pp > 1, pp - 1, -1)

@@ -53,6 +53,16 @@ def estimate(subject: Subject, model: CostModel, table: Table) -> list[Estimate]
     return found
 
 
+def memory_by_rank(subject: Subject, one: Choice) -> list[dict[str, float]]:
+    """Bytes by part that each rank of a plan's pipeline holds at its own peak; they sum to its device's."""
+    from shardwise.cost.memory import by_rank
+
+    splits = subject.task.fixed.get("sequence_parallel", 1) == 1
+    rows = candidates(choice.table([choice.row(one.decision, splits)]))
+    parts = by_rank(subject.workload, subject.cluster, rows).parts
+    return [{name: float(part[rank]) for name, part in parts.items()} for rank in range(one.decision.mesh.pp)]
+
+
 def needed(subject: Subject, model: CostModel, table: Table) -> Reals:
     """Bytes with which each row fits for sure: the upper end of the interval."""
     return model.memory(subject.workload, subject.cluster, candidates(table)).high

@@ -3,6 +3,7 @@
 No script, no font and no file from elsewhere: it opens anywhere, without a network.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from shardwise.plan import schedules
 from shardwise.plan.automatic import Searched, words
 from shardwise.plan.choice import Choice
+from shardwise.plan.plan import Decision
 from shardwise.report import planned
 from shardwise.report.planned import Planned
 from shardwise.units import format_bytes, format_seconds
@@ -21,16 +23,21 @@ COLOURS = (
 )  # fmt: skip
 KINDS = {"F": "#3b6ea8", "B": "#d9822b", "I": "#d9822b", "W": "#5b9e58"}
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward to inputs", "W": "backward to weights"}
+# What a step takes beside its micro-batches, at its end.
+AFTER, AFTER_NAME = "#8a8a8a", "sums and optimizer"
+AFTER_PARTS = ("data_parallel", "optimizer", "offload", "waiting")
 # More boxes and lines than these are not told apart any more.
 MOST_BOXES = 1600
 MOST_RANKS = 32
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 960px; margin: 2em auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1120px; margin: 2em auto;
   padding: 0 1em; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
-table { border-collapse: collapse; font-size: 13px; } th, td { padding: .3em .7em; text-align: right; }
-th:nth-child(2), td:nth-child(2) { text-align: left; } tr { border-bottom: 1px solid #ddd; }
-tr.chosen { background: #eef4fb; } .note { color: #666; font-size: 13px; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { padding: .3em .6em; text-align: right; white-space: nowrap; }
+th:nth-child(2), td:nth-child(2) { text-align: left; white-space: normal; min-width: 16em; }
+tr { border-bottom: 1px solid #ddd; }
+.wide { overflow-x: auto; } tr.chosen { background: #eef4fb; } .note { color: #666; font-size: 13px; }
 svg { display: block; max-width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: #333; }
 pre { background: #f6f6f6; padding: 1em; overflow-x: auto; font-size: 12px; }
 """
@@ -43,24 +50,27 @@ class Stack(NamedTuple):
     parts: Mapping[str, float]
 
 
-def page(told: Planned, stages: Sequence[Stack] = ()) -> str:
-    """HTML. `stages`: memory by pipeline rank of the chosen plan; empty: of the fullest rank of each plan told."""
+def page(told: Planned, held: Sequence[Mapping[str, float]]) -> str:
+    """HTML. `held`: bytes by part on each pipeline rank of the chosen plan."""
     done = told.searched
     chosen = done.chosen or done.candidates[0]
     title = f"{done.subject.workload.arch.name} on {done.subject.cluster.name}"
-    stacks = list(stages) or [Stack(f"plan {at}", one.estimate.memory) for at, one in enumerate(done.candidates, 1)]
-    whose = "by pipeline rank" if stages else "of the fullest rank, by plan"
+    limit = chosen.estimate.memory_limit_bytes
+    plans = list(enumerate(done.candidates, 1))
     body = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(planned.name(chosen.decision))}: {format_seconds(chosen.estimate.step_seconds)} a step.</p>",
+        f"<p>{escape(planned.name(chosen.decision))}: {_summary(chosen)}.</p>",
         "<h2>The best plans</h2>",
         _table(done, chosen),
-        f"<h2>Memory {whose}</h2>",
-        bars(stacks, format_bytes, chosen.estimate.memory_limit_bytes),
-        "<h2>Where a step's time goes, by plan</h2>",
-        bars([Stack(f"plan {at}", one.estimate.seconds) for at, one in enumerate(done.candidates, 1)], format_seconds),
-        "<h2>The step's timeline</h2>",
+        "<h2>Memory of the chosen plan, by stage of the pipeline</h2>",
+        bars(ranks(chosen.decision, held), format_bytes, limit),
+        f'<p class="note">{escape(_how_held(chosen.decision, len(held)))}</p>',
+        "<h2>The chosen plan's step, as time goes by</h2>",
         timeline(chosen),
+        "<h2>Memory of the fullest rank, by plan</h2>",
+        bars([Stack(f"plan {at}", one.estimate.memory) for at, one in plans], format_bytes, limit),
+        "<h2>Where a step's time goes, by plan</h2>",
+        bars([Stack(f"plan {at}", one.estimate.seconds) for at, one in plans], format_seconds),
         "<h2>All of it in words</h2>",
         f"<pre>{escape(planned.text(told))}</pre>",
     ]
@@ -70,21 +80,51 @@ def page(told: Planned, stages: Sequence[Stack] = ()) -> str:
     )
 
 
+def _summary(chosen: Choice) -> str:
+    """What the chosen plan takes, as text."""
+    estimate, limit = chosen.estimate, chosen.estimate.memory_limit_bytes
+    memory = f"{format_bytes(estimate.memory_bytes)} of {format_bytes(limit)} on the fullest rank"
+    return f"{format_seconds(estimate.step_seconds)} a step, {memory}"
+
+
+def ranks(decided: Decision, held: Sequence[Mapping[str, float]]) -> list[Stack]:
+    """A bar for each pipeline rank; of more than can be looked at every second, third or so, and the last."""
+    every = range(0, len(held), -(-len(held) // MOST_RANKS))
+    return [Stack(rank_name(decided, rank), held[rank]) for rank in sorted({*every, len(held) - 1})]
+
+
+def rank_name(decided: Decision, rank: int) -> str:
+    """A pipeline rank is its stage where it has one."""
+    if decided.mesh.pp == 1:
+        return "every rank"
+    return f"{'stage' if decided.stages_per_rank == 1 else 'rank'} {rank}"
+
+
+def _how_held(decided: Decision, count: int) -> str:
+    said = "Bytes at the fullest moment of a step; the dashed line is the device's memory."
+    if decided.stages_per_rank > 1:
+        said += f" Each of the pipeline's ranks has {decided.stages_per_rank} stages."
+    return said + (f" Of {count} ranks some are shown." if count > MOST_RANKS else "")
+
+
 def _table(done: Searched, chosen: Choice) -> str:
-    lines = ["<table><tr>", *(f"<th>{escape(one)}</th>" for one in planned.HEAD), "</tr>"]
+    lines = ['<div class="wide"><table><tr>', *(f"<th>{escape(one)}</th>" for one in planned.HEAD), "</tr>"]
     for number, one in enumerate(done.candidates, 1):
         kind = ' class="chosen"' if one == chosen else ""
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in planned.cells(number, one, one == chosen))
         lines.append(f"<tr{kind}>{cells}</tr>")
-    note = "* planned only: this engine does not run it yet. Intervals hold four of five measurements."
-    return "".join(lines) + f'</table><p class="note">{note}</p>'
+    note = "The highlighted plan is the chosen one. Intervals hold four of five measurements."
+    if any(one.planned_only for one in done.candidates):
+        note = f"* planned only: this engine does not run it yet. {note}"
+    return "".join(lines) + f'</table></div><p class="note">{note}</p>'
 
 
 def bars(stacks: Sequence[Stack], said: planned.Said, limit: float | None = None) -> str:
     """Horizontal bars of parts side by side, a legend, and a line at the limit."""
     names = list(dict.fromkeys(part for stack in stacks for part in stack.parts))
     shown = [name for name in names if any(_visible(stack, name) for stack in stacks)]
-    colours = {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(shown)}
+    # A part has its colour whatever else is shown, so that pictures can be held side by side.
+    colours = {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(names) if name in shown}
     longest = max([sum(stack.parts.values()) for stack in stacks] + [limit or 0.0]) or 1.0
     left, high = 90, 24
     scale = (WIDTH - left - 90) / longest
@@ -102,8 +142,8 @@ def bars(stacks: Sequence[Stack], said: planned.Said, limit: float | None = None
     if limit is not None:
         at = left + limit * scale
         marks.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{tall}" stroke="#b00" stroke-dasharray="4 3"/>')
-        marks.append(f'<text x="{at:.1f}" y="{tall + 12}" text-anchor="middle">{escape(said(limit))}</text>')
-    legend, below = _legend({words(name): colour for name, colour in colours.items()}, tall + 22)
+        marks.append(f'<text x="{at:.1f}" y="{tall + 12}" text-anchor="middle">limit {escape(said(limit))}</text>')
+    legend, below = _legend({words(name): colour for name, colour in colours.items()}, tall + (26 if limit else 8))
     return _svg([*marks, legend], below)
 
 
@@ -112,8 +152,8 @@ def _visible(stack: Stack, name: str) -> bool:
 
 
 def timeline(chosen: Choice) -> str:
-    """When each pipeline rank computes which micro-batch; without a pipeline, the passes of one rank."""
-    decided, estimate = chosen.decision, chosen.estimate
+    """When each pipeline rank computes which micro-batch, over seconds; without a pipeline, the passes of one rank."""
+    decided = chosen.decision
     pp, held, micros = decided.mesh.pp, decided.stages_per_rank, decided.accumulation
     # Whole rounds of micro-batches, so that every schedule can be drawn; on one rank those that can be told apart.
     drawn = min(micros, 12 if pp == 1 else max(pp, MOST_BOXES // (2 * held * pp * pp) * pp))
@@ -121,33 +161,71 @@ def timeline(chosen: Choice) -> str:
     if pp > MOST_RANKS or schedules.requires(schedule, pp, held, drawn):
         return f'<p class="note">{pp} ranks and {micros} micro-batches are too many to draw.</p>'
     spans = schedules.timeline(schedules.actions(schedule, pp, held, drawn), pp * held)
-    length = max(span.end for span in spans.values())
-    left, high = 90, 20 if pp <= 16 else 12
-    scale = (WIDTH - left - 10) / length
+    each, after = _seconds_of(chosen)
+    computed = each * max(span.end for span in spans.values())
+    left, high, gap = 90, 20 if pp <= 16 else 12, 4
+    scale = (WIDTH - left - 70) / (computed + (after if drawn == micros else 0.0))
     marks = [
-        f'<text x="{left - 8}" y="{rank * (high + 4) + high - 5}" text-anchor="end">rank {rank}</text>'
+        f'<text x="{left - 8}" y="{rank * (high + gap) + high - 5}" text-anchor="end">{rank_name(decided, rank)}</text>'
         for rank in range(pp)
     ]
     for action, span in spans.items():
-        y = schedules.rank_of_stage(schedule, action.stage, pp) * (high + 4)
+        y = schedules.rank_of_stage(schedule, action.stage, pp) * (high + gap)
         tip = f"{KIND_NAMES[action.kind]} of micro-batch {action.micro}, stage {action.stage}"
-        wide = (span.end - span.start) * scale
-        marks.append(_box(left + span.start * scale, y, wide, high, KINDS[action.kind], tip))
+        x, wide = left + span.start * each * scale, (span.end - span.start) * each * scale
+        marks.append(_box(x, y, wide, high, KINDS[action.kind], tip))
     kinds = {KIND_NAMES[kind]: KINDS[kind] for kind in dict.fromkeys(action.kind for action in spans)}
-    legend, below = _legend(kinds, pp * (high + 4) + 10)
-    after = sum(estimate.seconds.get(part, 0.0) for part in ("data_parallel", "optimizer", "offload", "waiting"))
-    some = f"the first {drawn} of {micros} micro-batches" if drawn < micros else f"{micros} micro-batches"
-    note = (
-        f"{some}; {decided.schedule if pp > 1 else 'one stage'}. Data parallel, optimizer and the like take "
-        f"{format_seconds(after)} of {format_seconds(estimate.step_seconds)} after them, or beside them unhidden."
+    if drawn == micros and after > 0:
+        tip = f"{AFTER_NAME}: {format_seconds(after)}"
+        marks += [_box(left + computed * scale, at * (high + gap), after * scale, high, AFTER, tip) for at in range(pp)]
+        kinds[AFTER_NAME] = AFTER
+    bottom = pp * (high + gap)
+    marks.append(_axis(computed + (after if drawn == micros else 0.0), left, scale, bottom))
+    legend, below = _legend(kinds, bottom + 26)
+    return _svg([*marks, legend], below) + f'<p class="note">{escape(_how_drawn(chosen, drawn))}</p>'
+
+
+def _seconds_of(chosen: Choice) -> tuple[float, float]:
+    """Of the third part of a stage's micro-batch (a forward, or half a backward), and of what comes after them all."""
+    decided, parts = chosen.decision, chosen.estimate.seconds
+    after = sum(parts.get(part, 0.0) for part in AFTER_PARTS)
+    working = chosen.estimate.step_seconds - after - parts.get("bubble", 0.0)
+    return working / (decided.accumulation * decided.stages_per_rank * 3), after
+
+
+def _how_drawn(chosen: Choice, drawn: int) -> str:
+    decided, estimate = chosen.decision, chosen.estimate
+    micros = decided.accumulation
+    some = f"The first {drawn} of {micros} micro-batches" if drawn < micros else f"{micros} micro-batches"
+    later = "" if drawn == micros else f"; {AFTER_NAME} come last, {format_seconds(_seconds_of(chosen)[1])}"
+    schedule = f" by the schedule {decided.schedule}" if decided.mesh.pp > 1 else ""
+    step = format_seconds(estimate.step_seconds)
+    return (
+        f"{some}{schedule} of a step of {step}. A backward is drawn twice as long as a forward, and each stage as long "
+        f"as the slowest{later}."
     )
-    return _svg([*marks, legend], below) + f'<p class="note">{escape(note)}</p>'
+
+
+def _axis(length: float, left: float, scale: float, y: float) -> str:
+    """Seconds below a picture: some five marks at round numbers."""
+    rough = length / 5
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
+    marks = [f'<line x1="{left}" x2="{left + length * scale:.1f}" y1="{y}" y2="{y}" stroke="#999"/>']
+    for number in range(int(length / step * (1 + 1e-9)) + 1):
+        x = left + number * step * scale
+        said = format_seconds(number * step) if number else "0"
+        marks.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}" stroke="#999"/>')
+        marks.append(f'<text x="{x:.1f}" y="{y + 17}" text-anchor="middle">{said}</text>')
+    return "".join(marks)
 
 
 def _box(x: float, y: float, wide: float, high: float, colour: str, tip: str) -> str:
     if wide <= 0:
         return ""
-    shape = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{high}" fill="{colour}" stroke="#fff" stroke-width="0.6"'
+    # A line around what is hardly wider would hide it.
+    edge = ' stroke="#fff" stroke-width="0.6"' if wide > 3 else ""
+    shape = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{high}" fill="{colour}"{edge}'
     return f"<rect {shape}><title>{escape(tip)}</title></rect>"
 
 
@@ -163,4 +241,4 @@ def _legend(colours: Mapping[str, str], y: float) -> tuple[str, float]:
 
 def _svg(marks: Sequence[str], tall: float) -> str:
     box = f'viewBox="0 0 {WIDTH} {tall:.0f}" width="{WIDTH}" height="{tall:.0f}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(marks)}</svg>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {box}>{"".join(marks)}</svg>'

@@ -14,7 +14,9 @@ import pytest
 from shardwise.cli import main
 from shardwise.plan.check import check
 from shardwise.plan.plan import Plan
+from shardwise.units import format_bytes, parse_bytes
 
+SVG = "{http://www.w3.org/2000/svg}"
 SMALL = ("llama-3-8b", "--cluster", "8xH100-SXM5-80GB")
 
 
@@ -205,12 +207,46 @@ def test_the_page_is_whole_by_itself_and_has_its_pictures(plan: Any, tmp_path: P
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "<script" not in page and "src=" not in page and "@import" not in page
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(pictures) == 3
+    assert len(pictures) == 4
     for picture in pictures:
         drawn = tree.fromstring(picture)
-        right = float(drawn.attrib["width"])
-        for box in drawn.iter("{http://www.w3.org/2000/svg}rect"):
+        right, bottom = float(drawn.attrib["width"]), float(drawn.attrib["height"])
+        for box in drawn.iter(f"{SVG}rect"):
             assert 0 <= float(box.attrib["x"]) <= float(box.attrib["x"]) + float(box.attrib["width"]) <= right
+        for word in drawn.iter(f"{SVG}text"):
+            assert 0 <= float(word.attrib["y"]) <= bottom
+
+
+@pytest.mark.parametrize(
+    ("fixes", "bars"),
+    [
+        (("pp=4", "schedule=1f1b"), [f"stage {at}" for at in range(4)]),
+        (("pp=2", "schedule=interleaved-1f1b", "stages_per_rank=2"), ["rank 0", "rank 1"]),
+        (("pp=1",), ["every rank"]),
+    ],
+)
+def test_the_page_stacks_memory_by_stage_and_its_step_is_as_long_as_predicted(
+    plan: Any, tmp_path: Path, fixes: tuple[str, ...], bars: list[str]
+) -> None:
+    path, options = tmp_path / "plan.html", [word for fix in fixes for word in ("--fix", fix)]
+    asked = ("llama-3-8b", "--cluster", "2x8xH100", "--set", "batch.global_batch=64")
+    told = plan(*asked, *options, "--html", str(path), "--json").json
+    estimate = told["plan"]["estimate"]
+    memory, steps = (tree.fromstring(one) for one in re.findall(r"<svg.*?</svg>", path.read_text(), re.DOTALL)[:2])
+    said = [str(word.text) for word in memory.iter(f"{SVG}text")]
+    assert [word for word in said if word.split()[0] in ("stage", "rank", "every")] == bars
+    # The fullest of the bars is the plan's own prediction, and the dashed line is the device's memory.
+    sums = [parse_bytes(word) for word in said if re.fullmatch(r"[\d.]+ [GM]iB", word)]
+    assert max(sums) == pytest.approx(estimate["memory_bytes"], abs=0.05 * 2**30)
+    assert f"limit {format_bytes(estimate['memory_limit_bytes'])}" in said
+    # The axis under the passes, and what comes after them, are the predicted step: stages drawn alike differ from it
+    # by what the first and the last one have beside their blocks.
+    (line,) = [one for one in steps.iter(f"{SVG}line") if one.attrib["y1"] == one.attrib["y2"]]
+    ticks = [one for one in steps.iter(f"{SVG}text") if re.fullmatch(r"[\d.]+ s", str(one.text))]
+    left, last = float(line.attrib["x1"]), ticks[-1]
+    second = (float(last.attrib["x"]) - left) / float(str(last.text).split()[0])
+    drawn = (float(line.attrib["x2"]) - left) / second
+    assert drawn == pytest.approx(estimate["step_seconds"], rel=0.1)
 
 
 def test_a_callable_is_built_without_memory_and_its_shape_is_known(plan: Any) -> None:
