@@ -73,19 +73,30 @@ def of_block(workload: Workload, sparse: bool) -> Kept:
     saved = _needed(workload, [*attention, *ffn])
     modes = ("none", "selective", "full")
     kept = tuple(_sum(one for one in saved if getattr(one, mode)) for mode in modes)
-    again = tuple(
-        Widths(0, 0, 0) if mode == "none" else _sum(one for one in saved if one.none and not getattr(one, mode))
-        for mode in modes
-    )
+    again = tuple(_made_again(saved, mode) for mode in modes)
     let_go = {one.name for one in ffn if one.none and not one.name.startswith("residual")}
     inner = [one for one in saved if one.name in let_go]
     beside = _beside_ffn(workload, sparse), _beside_norm(workload)
     return Kept(kept, again, *beside, _sum(inner), _late(workload, sparse))  # type: ignore[arg-type]
 
 
+def _made_again(saved: list[Saved], mode: str) -> Widths:
+    """Less the results of products that were kept in place of what follows from them: they go when they are read."""
+    if mode == "none":
+        return Widths(0, 0, 0)
+    read = [one._replace(size=-one.size) for one in saved if getattr(one, mode) and not one.none and not one.full]
+    return _sum([one for one in saved if one.none and not getattr(one, mode)] + read)
+
+
 def of_norm(workload: Workload) -> Widths:
     """What one norm keeps without recompute, its input and its result with it."""
     return _sum(_norm(workload, "head"))
+
+
+def tables(workload: Workload) -> float:
+    """Bytes a position of the cosines and sines that each block of this engine casts for itself, and keeps."""
+    size, stack = compute_bytes(workload), workload.stack
+    return float(2 * workload.arch.head_dim * size) if stack.ours and size < stack.masters else 0.0
 
 
 def compute_bytes(workload: Workload) -> int:
@@ -131,13 +142,14 @@ def _norm(workload: Workload, place: str) -> Iterator[Saved]:
     width, size, kernels = workload.arch.hidden_size, compute_bytes(workload), workload.stack.kernels
     composed, keeps = kernels == "composed", workload.stack.selective != "products"
     first = place == "attention"
-    # Composed norms compute in fp32: a copy of what goes in, and the normalised one before its scale.
+    # Composed norms compute in fp32: a copy of what goes in, and the normalised one before its scale. The copy stands
+    # in place of the input, which nothing else keeps but recompute.
+    copied = composed and size < FP32
     yield Saved(f"residual before {place}", width * (FP32 if composed and not first else size), "positions",
-                selective=first or keeps, full=first)  # fmt: skip
+                none=not (first and copied), selective=first or keeps, full=first)  # fmt: skip
     if composed:
-        if first and size < FP32:
-            # In place of the input itself, which nothing else keeps.
-            yield Saved("residual in fp32", width * (FP32 - size), "positions", selective=keeps)
+        if first and copied:
+            yield Saved("residual in fp32", width * FP32, "positions", selective=keeps)
         yield Saved(f"scaled before {place}", width * FP32, "positions", selective=keeps)
     yield Saved(f"root before {place}", FP32, "positions", selective=keeps)
     gathered: Over = "positions" if kernels == "fused" else "whole"

@@ -11,8 +11,9 @@ import numpy as np
 
 from shardwise.cost.calibration import MemoryConstants, memory_constants
 from shardwise.cost.candidates import Candidates, Counts, Flags
-from shardwise.cost.moments import CATEGORIES, Floats, Held, Rank, moments, stepping
+from shardwise.cost.moments import CATEGORIES, Held, moments, stepping
 from shardwise.cost.published_engine import MeasuredRank, MemoryKind
+from shardwise.cost.standing import Floats, Rank
 from shardwise.cost.workload import Workload
 from shardwise.inputs.hardware import Cluster
 

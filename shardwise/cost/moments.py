@@ -5,137 +5,29 @@ moment, its norm's and the block's end; the root's reduction; the optimizer's up
 or falls steadily with the blocks that are done. It is the engine's own table (plan/zero.py) in bytes.
 """
 
-import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cost import activations, in_flight
+from shardwise.cost import activations, in_flight, standing
 from shardwise.cost.calibration import memory_constants
-from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Candidates, Counts, Flags
-from shardwise.cost.parameters import Numbers, Shards, Units, adapters
-from shardwise.cost.workload import Stack, Workload
+from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, SPLIT_BACKWARD
+from shardwise.cost.parameters import Numbers
+from shardwise.cost.standing import Floats, Rank, once
 
-Floats = NDArray[np.float64]
 Held = NDArray[np.float64]  # [category, n]
-P = ParamSpec("P")
-T = TypeVar("T")
 CATEGORIES = (
     "parameters", "gradients", "states", "gathered", "activations", "logits", "communication", "temporaries",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One rank of each candidate's pipeline: its blocks and what stands beside them. Shapes: [n].
-
-    flying: (stage, micro-batch) pairs at the fullest moment; blocks: of all its stages; stage_blocks: of one.
-    kept, again, beside_ffn, beside_norm, ffn, late: bytes of one block (see activations.Kept), by the recompute chosen.
-    """
-
-    workload: Workload
-    candidates: Candidates
-    place: Counts
-    first: Flags
-    last: Flags
-    flying: Floats
-    blocks: Floats
-    stage_blocks: Floats
-    units: Units
-    shards: Shards
-    whole: Numbers
-    block: Numbers
-    trained: float
-    tokens: Floats
-    kept: Floats
-    again: Floats
-    beside_ffn: Floats
-    beside_norm: Floats
-    ffn: Floats
-    late: Floats
-
-    @classmethod
-    def of(cls, workload: Workload, candidates: Candidates, place: Counts) -> Self:
-        """Where blocks differ (with experts, without), activations are those of the mean, the unit the larger."""
-        arch, c = workload.arch, candidates
-        first, last = in_flight.holds_first(place), in_flight.holds_last(c, place)
-        dense = in_flight.dense_layers_at(c, place, arch.num_layers, arch.dense_layers).astype(np.float64)
-        blocks = in_flight.layers_at(c, place, arch.num_layers).astype(np.float64)
-        blocks += np.where(last, arch.prediction_layers, 0)
-        sparse = blocks - dense if arch.experts else np.zeros(len(c))
-        dense = blocks - sparse
-        units = Units.of(arch, c)
-        whole = units.dense_block.times(dense) + units.moe_block.times(sparse)
-        whole = whole + units.embedding.times(first) + units.norm.times(last)
-        whole = whole + units.head.times(last & ~(first & arch.tied_embeddings))
-        trained, added = _trained(workload)
-        block = units.moe_block if arch.moe_layers else units.dense_block
-        tokens = c.micro_batch * (workload.sequence_length / c.cp)
-        share = np.divide(sparse, blocks, out=np.zeros(len(c)), where=blocks > 0)
-        return cls(
-            workload, c, place, first, last, in_flight.pairs_in_flight(c, place).astype(np.float64), blocks,
-            blocks / np.where(c.pp > 1, c.stages_per_rank, 1), units, Shards.of(c),
-            whole + Numbers(added * blocks, np.zeros(len(c))), block, trained, tokens,
-            *_of_activations(workload, c, tokens, share),
-        )  # fmt: skip
-
-    @property
-    def stack(self) -> Stack:
-        return self.workload.stack
-
-
-def _trained(workload: Workload) -> tuple[float, float]:
-    """The share of parameters that trains, and the numbers that low-rank factors add to a block."""
-    if workload.trainable.kind == "full":
-        return 1.0, 0.0
-    if workload.trainable.kind == "frozen":
-        return workload.trainable.share, 0.0
-    added = adapters(workload)
-    return added * workload.arch.num_layers / (workload.arch.parameters() + added * workload.arch.num_layers), added
-
-
-def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Floats) -> tuple[Floats, ...]:
-    """kept, again, beside_ffn, beside_norm, ffn, late of the mean block, in bytes."""
-    saved = np.where(c.compiled, memory_constants().compiled_activations, 1.0)
-
-    def of(sparse: bool) -> list[Floats]:
-        one = activations.of_block(workload, sparse)
-        return [
-            np.choose(c.recompute, [widths.on_rank(c) for widths in one.kept]),
-            np.choose(c.recompute, [widths.on_rank(c) for widths in one.again]),
-            *(widths.on_rank(c) for widths in (one.beside_ffn, one.beside_norm, one.ffn, one.late)),
-        ]
-
-    found = of(False) if workload.arch.dense_layers else of(True)
-    if workload.arch.dense_layers and workload.arch.moe_layers:
-        found = [a * (1 - share) + b * share for a, b in zip(found, of(True), strict=True)]
-    full = c.recompute == RECOMPUTE.index("full")
-    return tuple(
-        each * tokens * np.where(full if index == 0 else False, 1.0, saved) for index, each in enumerate(found)
-    )
-
-
-def _once(count: Callable[Concatenate[Rank, P], T]) -> Callable[Concatenate[Rank, P], T]:
-    """The answer of a Rank is kept beside it: a dozen moments ask for the same numbers."""
-
-    @functools.wraps(count)
-    def kept(rank: Rank, /, *more: P.args, **named: P.kwargs) -> T:
-        known, key = rank.__dict__, f"{count.__name__} {more}"
-        if key not in known:
-            known[key] = count(rank, *more, **named)
-        found: T = known[key]
-        return found
-
-    return kept
 
 
 def moments(rank: Rank) -> Iterator[Held]:
     """Bytes by category, [8, n], at each of them."""
     yield _loss(rank)
     last = np.maximum(rank.stage_blocks - 1, 0)
+    # In the very last block nothing more is gathered, which is more than the one block's shares of gradients.
+    last = np.where(rank.candidates.zero == 3, np.maximum(last - 1, 0), last)
     for done in (np.zeros_like(last), np.minimum(last, 1), last):
         yield from _block_backward(rank, done)
     if np.isin(rank.candidates.schedule, SPLIT_BACKWARD).any():
@@ -146,162 +38,92 @@ def moments(rank: Rank) -> Iterator[Held]:
 
 def _held(rank: Rank, **bytes_of: Floats) -> Held:
     """With what is at rest: parameters and states."""
-    parameters, states = _at_rest(rank)
+    parameters, states = standing.at_rest(rank)
     found = np.zeros((len(CATEGORIES), len(rank.candidates)))
     for name, column in {"parameters": parameters, "states": states, **bytes_of}.items():
         found[CATEGORIES.index(name)] = column
+    found[CATEGORIES.index("temporaries")] += standing.given(rank)
     return found
 
 
-@_once
-def _at_rest(rank: Rank) -> tuple[Floats, Floats]:
-    """Weights and masters; states. Offloaded, masters and states lie on the host; under zero 3 weights too."""
-    stack, c, trainable = rank.stack, rank.candidates, rank.workload.trainable
-    whole, share = rank.whole.whole, rank.whole.share(rank.shards)
-    kept = np.where(c.zero == 0, whole, share)
-    between = np.where(c.zero == 3, share, whole)
-    here = c.offload == OFFLOAD.index("none")
-    masters, weights = stack.masters * rank.trained * kept * here, stack.weights * rank.trained * between
-    frozen = (1 - rank.trained) * trainable.base_bytes * between
-    sharded = np.where((c.zero == 3) & ~here, 0.0, weights + frozen)
-    return masters + sharded, stack.states * rank.trained * kept * here
+@once
+def _messages(rank: Rank, backward: bool) -> Floats:
+    """Hidden tensors and their gradients on the way between stages.
 
-
-@_once
-def _accumulating(rank: Rank) -> Flags:
-    """Whether backwards went before the fullest moment, so that gradients stand there."""
-    c = rank.candidates
-    pairs = c.accumulation * np.where(c.pp > 1, c.stages_per_rank, 1)
-    return np.asarray(np.where(c.pp > 1, pairs > rank.flying, c.accumulation > 1))
-
-
-@_once
-def _for_good(rank: Rank) -> Flags:
-    """Whether gradients have buffers that are never let go: all-reduced buckets, and those beside 16-bit weights."""
-    c, stack = rank.candidates, rank.stack
-    beside = stack.weights > 0 and stack.masters > 0
-    return np.asarray(((c.zero == 0) & (c.data_parallel > 1)) | ((c.zero < 2) & beside))
-
-
-@_once
-def _gradients_between(rank: Rank) -> Floats:
-    """What stands between micro-batches, in bytes: whole below zero 2, else the shares."""
-    c, size = rank.candidates, rank.stack.gradients * rank.trained
-    kept = np.where(c.zero < 2, rank.whole.whole, rank.whole.share(rank.shards)) * size
-    stands = _for_good(rank) | _accumulating(rank)
-    return np.asarray(np.where(stands, kept, 0.0) * _gradients_here(rank))
-
-
-@_once
-def _gradients_here(rank: Rank) -> Flags:
-    """Offloaded, shares of gradients go to the host at once."""
-    return np.asarray((rank.candidates.offload == OFFLOAD.index("none")) | (rank.candidates.zero < 2))
-
-
-@_once
-def _gathers(rank: Rank) -> Flags:
-    """Whether a sharded module gathers its parameters: always under zero 3; below it, where nothing whole stays."""
-    zero = rank.candidates.zero
-    return np.asarray((zero == 3) | ((zero > 0) & (rank.stack.weights == 0)))
-
-
-@_once
-def _copies(rank: Rank) -> Flags:
-    """Whether masters that are whole are cast for use, each micro-batch anew."""
-    stack = rank.stack
-    return np.asarray((rank.candidates.zero == 0) & (stack.weights == 0) & (stack.gathered < stack.masters))
-
-
-@_once
-def _root(rank: Rank) -> Numbers:
-    """All that is not in a block: one unit, gathered whole."""
-    units, tied = rank.units, rank.workload.arch.tied_embeddings
-    head = units.head.times(rank.last & ~(rank.first & tied))
-    return units.embedding.times(rank.first) + head + units.norm.times(rank.last)
-
-
-@_once
-def _late_root(rank: Rank) -> Numbers:
-    """Of the root what is used behind the blocks."""
-    return rank.units.head.times(rank.last) + rank.units.norm.times(rank.last)
-
-
-def _block_bytes(rank: Rank) -> float:
-    """Of a block's number, gathered. What is frozen in four bits crosses and stands in four: products make it whole one
-    by one. Embedding and head are not quantised (torchtune's NF4 layers)."""
-    if rank.workload.trainable.kind != "lora":
-        return rank.stack.gathered
-    return min(rank.stack.gathered, rank.workload.trainable.base_bytes)
-
-
-@_once
-def _gathered(rank: Rank, blocks_in_use: float) -> Floats:
-    """Bytes of parameters made whole or cast. `blocks_in_use`: of a recomputed or a gathered block, 0 or 1."""
-    size, zero = rank.stack.gathered, rank.candidates.zero
-    # A block of fewer bits counts as so many numbers of the root's size.
-    root, block = _root(rank).whole, rank.block.whole * (_block_bytes(rank) / size)
-    every = rank.whole.whole
-    at_once = np.where(zero == 3, root + blocks_in_use * block, every)
-    none = rank.candidates.recompute == RECOMPUTE.index("none")
-    # A copy of an embedding is not needed again; a recomputed block's is made again.
-    flown = rank.flying * rank.stage_blocks * block
-    # Under GPipe the copy of the head that each micro-batch made waits for its backward.
-    heads = np.where(rank.candidates.schedule == SCHEDULES.index("gpipe"), rank.flying, 1.0)
-    cast = np.where(none, flown, blocks_in_use * block) + heads * _late_root(rank).whole
-    return size * (np.where(_gathers(rank), at_once, 0.0) + np.where(_copies(rank), cast, 0.0))
-
-
-def _activations(rank: Rank, done: Floats | float) -> Floats:
-    """Kept by all micro-batches in flight, when so many blocks of the one in backward are gone."""
-    return np.maximum(rank.flying * rank.stage_blocks - done, 0.0) * rank.kept
-
-
-@_once
-def _hidden(rank: Rank) -> Floats:
-    """The stream between two blocks."""
-    c = rank.candidates
-    size = activations.compute_bytes(rank.workload) * rank.workload.arch.hidden_size
-    return np.asarray(rank.tokens * size / np.where(c.sequence_parallel, c.tp, 1))
-
-
-@_once
-def _messages(rank: Rank) -> Floats:
-    """Hidden tensors and their gradients on the way between stages."""
-    return np.asarray(np.where(rank.candidates.pp > 1, 4.0, 0.0) * _hidden(rank))
+    In this engine (parallel/pipeline.py) a stage's output stays until its backward, and so does what it received, which
+    norms of one operator and recompute keep in any case; a gradient that was sent stays for twice as many ticks of the
+    schedules' clock as there are stages, and one comes each third tick. One more is awaited, and in a backward that
+    comes from another stage its gradient is there.
+    """
+    c, size = rank.candidates, activations.compute_bytes(rank.workload)
+    if not rank.stack.ours:
+        return np.asarray(np.where(c.pp > 1, 4.0, 0.0) * standing.hidden(rank))
+    each, gpipe = c.stages_per_rank, c.schedule == SCHEDULES.index("gpipe")
+    composed = rank.stack.kernels == "composed" and size < activations.FP32
+    kept = composed & (c.recompute == RECOMPUTE.index("none"))
+    coming = 1.0 + (backward & ~rank.last)
+    received = np.floor(rank.flying * (each - rank.first) / each) * kept
+    outputs = np.floor(rank.flying * (each - rank.last) / each)
+    sent = np.minimum(np.ceil(2 * c.stages / 3), c.accumulation) * ((each > 1) | ~rank.first)
+    return np.asarray(
+        np.where(c.pp > 1, received + outputs + np.where(gpipe, 0.0, sent + coming), 0.0) * standing.hidden(rank)
+    )
 
 
 def _loss(rank: Rank) -> Held:
     """Behind the last forward of the fullest moment; with the head, at the fullest moment of the loss."""
+    again = rank.candidates.stages_per_rank > 1
+    results, scattered = _results(rank)
+    # Where the forward is another stage's, nothing is done with the embedding's copy.
+    embedding = standing.embedding_copy(rank)
+    copies = standing.copied(rank, 0.0, 0.0, 1 + standing.losses_waiting(rank))
     return _held(
         rank,
-        gradients=_gradients_between(rank),
-        gathered=_gathered(rank, 0.0),
-        activations=_activations(rank, 0.0),
+        gradients=standing.gradients_between(rank),
+        gathered=standing.gathered(rank, 0.0) + copies + np.where(again, 0.0, embedding),
+        activations=standing.activations_kept(rank, 0.0),
         logits=_logits(rank),
-        communication=_messages(rank) + _still_reducing(rank),
-        temporaries=_hidden(rank) * 2,
+        communication=_messages(rank, False) + _still_reducing(rank) + scattered,
+        temporaries=results + np.where(again, embedding, 0.0),
     )
 
 
-@_once
+def _results(rank: Rank) -> tuple[Floats, Floats]:
+    """Bytes of results at the end of a last block that no head follows, and of the collective there.
+
+    What it added to, what it adds, and their sum. With sequence parallel it is fullest where what it adds is scattered:
+    that is whole on each rank, as it was made and in the order of the wire; and not yet a message.
+    """
+    stream, tp = standing.hidden(rank), rank.candidates.tp
+    if not rank.stack.ours:
+        return np.where(rank.last, 0.0, 2 * stream), np.zeros(len(stream))
+    split = rank.candidates.sequence_parallel & (tp > 1)
+    results = np.where(split, (4 + tp) * stream, 3 * stream)
+    return np.where(rank.last, 0.0, results), np.where(split & ~rank.last, tp * stream, 0.0)
+
+
+@once
 def _still_reducing(rank: Rank) -> Floats:
-    """Under zero 2 and 3 the buffer of the last block that the micro-batch before reduced is still there."""
-    stays = (rank.candidates.zero >= 2) & _accumulating(rank)
-    return np.where(stays, rank.stack.reduced * rank.trained * rank.block.whole, 0.0)
+    """Under zero 2 and 3 the buffer of the last unit that the micro-batch before reduced is still there: the root, and
+    of a stage without one its first block."""
+    stays = (rank.candidates.zero >= 2) & standing.accumulating(rank)
+    root = standing.root_unit(rank).whole
+    unit = np.where(root > 0, root, rank.block.whole)
+    return np.where(stays, rank.stack.reduced * rank.trained * unit, 0.0)
 
 
 def _logits(rank: Rank) -> Floats:
-    """Bytes a logit, by how the loss is computed, of all logits on this rank."""
+    """Bytes a logit, by how the loss is computed, of all on this rank; and what the norm before the head keeps."""
     stack, known, c = rank.stack, memory_constants(), rank.candidates
     full = {"fused": known.logit_bytes_fused_kernels}.get(stack.kernels, known.logit_bytes)
     if stack.fused_loss:
         full = known.logit_bytes_fused_loss_kernels if stack.kernels == "fused" else known.logit_bytes_chunked
     each = np.where(c.compiled, np.minimum(full, known.logit_bytes_compiled), full)
     losses = 1 + rank.workload.arch.prediction_layers
-    # Under GPipe the softmax of every micro-batch waits for its backward, and what the last norm keeps.
-    waiting = np.where(c.schedule == SCHEDULES.index("gpipe"), rank.flying - 1, 0.0)
+    # The softmax of every micro-batch waits for its backward, and what the last norm keeps.
+    waiting = standing.losses_waiting(rank)
     softmaxes = (each + activations.FP32 * waiting) * losses * rank.workload.arch.vocab_size / c.tp
-    norms = waiting * activations.of_norm(rank.workload).on_rank(c)
+    norms = (waiting + 1) * activations.of_norm(rank.workload).on_rank(c)
     return np.where(rank.last, (softmaxes + norms) * rank.tokens, 0.0)
 
 
@@ -311,15 +133,19 @@ def _between_halves(rank: Rank) -> Iterator[Held]:
     norm = activations.of_norm(rank.workload).on_rank(c)
     logits = activations.compute_bytes(rank.workload) * arch.vocab_size / c.tp
     head = np.where(rank.last, (norm + activations.of_late_norm(rank.workload) + logits) * rank.tokens, 0.0)
+    # The one whose first half ends has its softmax still, and is in the norm that its stage began with: the gradient
+    # that came to it is one of those that wait.
+    softmax = np.where(rank.last, activations.FP32 * arch.vocab_size / c.tp * rank.tokens, 0.0)
     for flying, waiting in in_flight.pairs_waiting(c, rank.place):
+        heads = np.maximum(waiting, 1).astype(np.float64)
         yield _held(
             rank,
-            gradients=_gradients_between(rank),
-            gathered=_gathered(rank, 0.0),
+            gradients=standing.gradients_between(rank),
+            gathered=standing.gathered(rank, 0.0) + standing.copied(rank, 0.0, 0.0, heads),
             activations=flying * rank.stage_blocks * rank.kept,
-            logits=_logits(rank) + waiting * head,
-            communication=_messages(rank) + _still_reducing(rank),
-            temporaries=waiting * rank.stage_blocks * rank.late + _hidden(rank),
+            logits=softmax + waiting * head,
+            communication=_messages(rank, False) + _still_reducing(rank),
+            temporaries=waiting * rank.stage_blocks * rank.late + rank.beside_norm - standing.hidden(rank),
         )
 
 
@@ -327,57 +153,102 @@ def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
     """In a block's backward, `done` behind it being gone: at its feed-forward, at that one's norm, at its end."""
     ffn_part = rank.ffn
     work = rank.again
-    third = rank.block.times(1 / 3)
-    yield _backward(rank, done, _activations(rank, done), work + rank.beside_ffn, third)
+    down, inner = _of_feed_forward(rank)
+    beside, copies = _at_down(rank, down)
+    # A stage's last block has the stream's gradient from the next stage: a message.
+    told = (done == 0) & (rank.candidates.pp > 1) & ~rank.last & rank.stack.ours
+    beside = beside - np.where(told, standing.hidden(rank), 0.0)
+    yield _backward(rank, done, standing.activations_kept(rank, done), work + beside, down, -copies)
     kept = np.where(rank.candidates.recompute == RECOMPUTE.index("none"), ffn_part, 0.0)
     again = np.maximum(work - np.where(rank.candidates.recompute > 0, ffn_part, 0.0), 0.0)
-    two_thirds = rank.block.times(2 / 3)
-    yield _backward(rank, done, _activations(rank, done) - kept, again + rank.beside_norm, two_thirds)
-    yield _backward(rank, done, _activations(rank, done + 1), rank.beside_norm + _hidden(rank), rank.block)
+    cast = rank.stack.gathered * standing.casts(rank)
+    beside = again + rank.beside_norm
+    yield _backward(rank, done, standing.activations_kept(rank, done) - kept, beside, inner, -cast * inner.whole)
+    end = standing.activations_kept(rank, done + 1)
+    yield _backward(rank, done, end, rank.beside_norm, rank.block, -cast * rank.block.whole)
 
 
-def _backward(rank: Rank, done: Floats, kept: Floats, beside: Floats, current: Numbers) -> Held:
-    """`current`: of the block in backward, the numbers whose gradients are made."""
-    gradients, moving = _gradients(rank, done, current)
+def _at_down(rank: Rank, down: Numbers) -> tuple[Floats, Floats]:
+    """Bytes beside what is kept at the fullest moment around the projection down, and of copies that are gone there.
+
+    Behind it what it read is gone and gradients of gate and up are there. Where its weight was a copy, that is gone
+    then too: before, the gradient of what it read stands beside all, and the stream's, whole with sequence parallel.
+    """
+    behind, c, arch = rank.beside_ffn, rank.candidates, rank.workload.arch
+    gone = np.where(standing.casts(rank) & (arch.experts is None), rank.stack.gathered * down.whole, 0.0)
+    stream, size = standing.hidden(rank), activations.compute_bytes(rank.workload)
+    width = size * rank.tokens * arch.ffn_size / c.tp
+    whole = np.where(c.sequence_parallel, stream * c.tp, 0.0)
+    before = width + stream + whole
+    sooner = (gone > 0) & (before >= behind - gone)
+    return np.where(sooner, before, behind), np.where(sooner, 0.0, gone)
+
+
+@once
+def _of_feed_forward(rank: Rank) -> tuple[Numbers, Numbers]:
+    """Of a block: the projection down, whose gradient is made first, and all of the feed-forward."""
+    arch, tp = rank.workload.arch, rank.candidates.tp
+    inner = arch.shared_expert_parameters() if arch.moe_layers else arch.ffn_parameters()
+    whole = Numbers(np.asarray(inner / tp), rank.block.expert)
+    return whole.times(1 / (3 if arch.gated_ffn else 2)), whole
+
+
+def _backward(
+    rank: Rank, done: Floats, kept: Floats, beside: Floats, current: Numbers, copies: Floats | float = 0.0
+) -> Held:
+    """`current`: of the block in backward, the numbers whose gradients are made. `copies`: bytes of them more."""
+    gradients, moving, raw = _gradients(rank, done, current)
+    gathered = standing.gathered(rank, 1.0) + standing.copied(rank, done, 1.0, standing.losses_waiting(rank)) + copies
     return _held(
-        rank, gradients=gradients, gathered=_gathered(rank, 1.0), activations=kept,
-        communication=_messages(rank) + moving, temporaries=beside + _hidden(rank),
+        rank, gradients=gradients, gathered=gathered, activations=kept,
+        communication=_messages(rank, True) + moving, temporaries=beside + raw,
     )  # fmt: skip
 
 
-def _gradients(rank: Rank, done: Floats, current: Numbers) -> tuple[Floats, Floats]:
-    """Bytes of gradients, and of the buffers that gather the next block and reduce the one before."""
+def _gradients(rank: Rank, done: Floats, current: Numbers) -> tuple[Floats, Floats, Floats]:
+    """Bytes of gradients; of the buffers that gather the next block and reduce the one before; and of raw gradients.
+
+    Raw: of copies, cast into the masters' gradients when their block is done (those made before all blocks, the
+    root's, at the very end); and of a tied weight, whose other use has a gradient too.
+    """
     stack, c = rank.stack, rank.candidates
     made = activations.compute_bytes(rank.workload) * rank.trained
-    size, late = stack.gradients * rank.trained, _late_root(rank).whole
+    size, late = stack.gradients * rank.trained, standing.late_root(rank).whole
     reduces = (c.zero >= 2) | ((c.zero == 1) & (stack.weights == 0))
-    done_numbers = rank.block.times(done)
-    shares = np.where(_accumulating(rank), rank.whole.share(rank.shards), done_numbers.share(rank.shards))
-    sharded = size * shares * _gradients_here(rank) + made * (late + current.whole)
+    done_numbers, copies = rank.block.times(done), standing.casts(rank)
+    stands, new = standing.accumulating(rank) | standing.for_good(rank), late + current.whole
+    shares = np.where(standing.accumulating(rank), rank.whole.share(rank.shards), done_numbers.share(rank.shards))
+    twice = np.where(rank.first & rank.last & rank.workload.arch.tied_embeddings, late, 0.0)
+    sharded = size * shares * standing.gradients_here(rank) + made * (new - twice)
     whole = np.where(
-        _accumulating(rank) | _for_good(rank), size * rank.whole.whole,
-        size * (done_numbers.whole + late + current.whole),
+        stands, size * rank.whole.whole, size * (done_numbers.whole + np.where(copies, 0.0, new)),
     ) if size else made * current.whole  # fmt: skip
-    gathers_next = np.where(c.zero == 3, _block_bytes(rank) * rank.block.whole, 0.0)
-    reduced = np.where((done > 0) & reduces, stack.reduced * rank.trained * rank.block.whole, 0.0)
-    first_sharded = np.where((c.zero == 1) & reduces & _accumulating(rank), size * rank.whole.whole, sharded)
+    raw = made * np.where(reduces, twice, np.where(copies, new, 0.0))
+    gathers_next = np.where(c.zero == 3, standing.block_bytes(rank) * rank.block.whole, 0.0)
+    # Under zero 1 the last backward alone reduces: no more than one micro-batch is in flight there.
+    now = reduces & ((c.zero >= 2) | (rank.flying <= 1))
+    reduced = np.where((done > 0) & now, stack.reduced * rank.trained * rank.block.whole, 0.0)
+    first_sharded = np.where(
+        (c.zero == 1) & reduces & standing.accumulating(rank), size * rank.whole.whole + made * current.whole, sharded
+    )
     gradients = np.where(reduces, first_sharded, whole)
-    return gradients, np.where(reduces, reduced, 0.0) + np.where(_gathers(rank), gathers_next, 0.0)
+    reduced = np.where(done > 0, reduced, _still_reducing(rank))
+    return gradients, reduced + np.where(standing.gathers(rank), gathers_next, 0.0), raw
 
 
 def _root_backward(rank: Rank) -> Held:
     """Behind all blocks of the last micro-batch: the root's gradients, and the buffer that reduces them."""
     stack, c = rank.stack, rank.candidates
     made, size = activations.compute_bytes(rank.workload) * rank.trained, stack.gradients * rank.trained
-    root = _root(rank).whole
+    root = standing.root_unit(rank).whole
     reduces = (c.zero >= 2) | ((c.zero == 1) & (stack.weights == 0))
-    sharded = size * rank.whole.share(rank.shards) * _gradients_here(rank) + made * root
-    cast = made * rank.units.embedding.whole * rank.first if made < size else 0.0
+    sharded = size * rank.whole.share(rank.shards) * standing.gradients_here(rank) + made * root
+    cast = made * rank.units.embedding.whole * (rank.first | rank.last) if made < size else 0.0
     gradients = np.where(reduces, sharded, size * rank.whole.whole)
     return _held(
-        rank, gradients=gradients, gathered=np.where(_gathers(rank), stack.gathered * root, 0.0),
-        communication=np.where(reduces, stack.reduced * rank.trained * root, 0.0) + _messages(rank),
-        temporaries=_hidden(rank) + np.where(reduces, 0.0, cast),
+        rank, gradients=gradients, gathered=np.where(standing.gathers(rank), stack.gathered * root, 0.0),
+        communication=np.where(reduces, stack.reduced * rank.trained * root, 0.0) + _messages(rank, True),
+        temporaries=np.where(rank.first, 0.0, standing.hidden(rank)) + np.where(reduces, 0.0, cast),
     )  # fmt: skip
 
 
@@ -385,8 +256,8 @@ def _update(rank: Rank) -> Held:
     """In the optimizer's step."""
     size, c = rank.stack.gradients * rank.trained, rank.candidates
     whole, share = rank.whole.whole, rank.whole.share(rank.shards)
-    gradients = size * np.where((c.zero == 0) | ((c.zero == 1) & _for_good(rank)), whole, share)
-    return _held(rank, gradients=gradients * _gradients_here(rank), temporaries=stepping(rank))
+    gradients = size * np.where((c.zero == 0) | ((c.zero == 1) & standing.for_good(rank)), whole, share)
+    return _held(rank, gradients=gradients * standing.gradients_here(rank), temporaries=stepping(rank))
 
 
 def stepping(rank: Rank) -> Floats:

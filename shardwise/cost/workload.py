@@ -42,10 +42,18 @@ class Stack(Frozen, frozen=True):
     deterministic: bool = False
     stepping: int = 0
 
+    @property
+    def ours(self) -> bool:
+        """This engine: its tables of positions, its pipeline's messages and what waits to be sent are known."""
+        return self.name == OURS
+
+
+OURS = "shardwise"
+
 
 # This engine: fp32 masters are the parameters, compute copies are cast or gathered, gradients are fp32.
-SHARDWISE_MIXED = Stack("shardwise", weights=0, masters=4, gathered=2, gradients=4, reduced=4, states=8)
-SHARDWISE_FP32 = Stack("shardwise", weights=0, masters=4, gathered=4, gradients=4, reduced=4, states=8)
+SHARDWISE_MIXED = Stack(OURS, weights=0, masters=4, gathered=2, gradients=4, reduced=4, states=8)
+SHARDWISE_FP32 = Stack(OURS, weights=0, masters=4, gathered=4, gradients=4, reduced=4, states=8)
 
 
 class Trainable(Frozen, frozen=True):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES
-from shardwise.cost.workload import SHARDWISE_FP32, SHARDWISE_MIXED, Stack, Trainable, Workload
+from shardwise.cost.workload import OURS, SHARDWISE_FP32, SHARDWISE_MIXED, Stack, Trainable, Workload
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.arch.names import trained_share
 from shardwise.inputs.hardware import Cluster
@@ -103,7 +103,7 @@ def stack_of(precision: str, states: int) -> Stack:
     """How this engine holds parameters. `states`: bytes of the optimizer's, a parameter."""
     stack = SHARDWISE_FP32 if precision == "fp32" else SHARDWISE_MIXED
     if precision == "fp64":
-        stack = Stack("shardwise", weights=0, masters=8, gathered=8, gradients=8, reduced=8, states=states)
+        stack = Stack(OURS, weights=0, masters=8, gathered=8, gradients=8, reduced=8, states=states)
     return msgspec.structs.replace(stack, states=states)
 
 

@@ -84,6 +84,10 @@ class Ledger:
         elif rank < self.kinds[number]:
             self.kinds[number] = rank
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's storage is counted already."""
+        return id(tensor.untyped_storage()) in self._numbers
+
     def resized(self, storage: Any) -> None:
         number = self._numbers.get(id(storage))
         if number is not None and storage.nbytes() != self._sizes[number]:
@@ -186,10 +190,12 @@ class Watch(OperatorMode):
         crossing = self.traffic.note(operator, args, result)
         # In a backward pass autograd records only where a forward is run again.
         again = self.ledger.phase == "backward" and torch.is_grad_enabled()
-        kind = "communication" if crossing else "activations" if again else "other"
+        # Memory that is only reserved is what it is filled with (a message to come, say), a view what it is a view of.
+        again = again and operator is not torch.ops.aten.empty.memory_format
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self.ledger.see(leaf, kind)
+                new = again and not self.ledger.knows(leaf)
+                self.ledger.see(leaf, "communication" if crossing else "activations" if new else "other")
         for leaf in crossing:
             self.ledger.see(leaf, "communication")
         return result

@@ -42,14 +42,23 @@ CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "interleaved": ({"pp": 2}, 0, {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "accumulation": 4}),
     "pipeline, zero 1": ({"pp": 2, "dp_shard": 2}, 1, PIPELINE),
     "pipeline, tensor": ({"pp": 2, "tp": 2}, 0, PIPELINE),
+    "pipeline of four": ({"pp": 4}, 0, PIPELINE),
+    "pipeline, zero 2": ({"pp": 2, "dp_shard": 2}, 2, PIPELINE),
+    "pipeline, zero 3, tensor": ({"pp": 2, "dp_shard": 2, "tp": 2}, 3, PIPELINE),
+    "pipeline, full recompute": ({"pp": 2}, 0, {**PIPELINE, "recompute": "full"}),
+    "tensor of four, accumulated": ({"tp": 4}, 0, {"accumulation": 2}),
+    "four axes": ({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}, 1, PIPELINE),
+    "fp32, zero 2": ({"dp_shard": 2}, 2, {"precision": "fp32", "accumulation": 2}),
+    "whole heads, plain feed-forward": ({"dp_shard": 2}, 3, {"shape": {"num_kv_heads": 16, "gated_ffn": False}}),
     "zero bubble": ({"pp": 2}, 0, {"schedule": "interleaved-zb", "accumulation": 6}),
     "zero bubble, interleaved": ({"pp": 2}, 0, {"schedule": "interleaved-zb", "stages_per_rank": 2, "accumulation": 6}),
     "zero bubble in a V": ({"pp": 2}, 0, {"schedule": "zbv", "stages_per_rank": 2, "accumulation": 6}),
     "DualPipeV": ({"pp": 2}, 0, {"schedule": "dualpipev", "stages_per_rank": 2, "accumulation": 6}),
 }
-EVERY_TIME = ("one rank", "zero 3", "pipeline")
-# Of the sum; and of each category, as a share of the sum: two moments may be nearly as full, and differ in what fills.
-WITHIN, WITHIN_CATEGORY = 0.02, 0.06
+EVERY_TIME = ("one rank", "zero 3", "pipeline", "full recompute", "zero 3, selective recompute")
+# Of the sum, and of each category by itself. Messages of interleaved and zero-bubble pipelines are let go by the clock
+# of their tables, which the model's closed form knows to one hidden tensor: so much may be missing, or too much.
+WITHIN, WITHIN_CATEGORY, HIDDEN_TENSORS = 0.002, 0.005, 1
 
 
 @pytest.mark.parametrize(
@@ -87,5 +96,7 @@ def test_predicted_bytes_are_those_of_the_dry_run(name: str) -> None:
         "communication": (predicted.communication, live.communication),
         "activations and results": (rest, live.activations + live.other),
     }  # fmt: skip
+    hidden = decided.micro_batch * LENGTH * SHAPE["hidden_size"] * (2 if decided.precision == "bf16" else 4)
     for category, (mine, there) in pairs.items():
-        assert abs(mine[0] - there) <= WITHIN_CATEGORY * live.total, category
+        known = HIDDEN_TENSORS * hidden if category == "communication" and decided.stages_per_rank > 1 else 0
+        assert abs(mine[0] - there) <= WITHIN_CATEGORY * there + known, category
