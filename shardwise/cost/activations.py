@@ -143,12 +143,12 @@ def _norm(workload: Workload, place: str) -> Iterator[Saved]:
     composed, keeps = kernels == "composed", workload.stack.selective != "products"
     first = place == "attention"
     # Composed norms compute in fp32: a copy of what goes in, and the normalised one before its scale. The copy stands
-    # in place of the input, which nothing else keeps but recompute.
-    copied = composed and size < FP32
+    # in place of the input, which nothing else keeps but recompute of the block.
+    copied = composed and first and size < FP32
     yield Saved(f"residual before {place}", width * (FP32 if composed and not first else size), "positions",
-                none=not (first and copied), selective=first or keeps, full=first)  # fmt: skip
+                none=not copied, selective=not keeps if copied else first or keeps, full=first)  # fmt: skip
     if composed:
-        if first and copied:
+        if copied:
             yield Saved("residual in fp32", width * FP32, "positions", selective=keeps)
         yield Saved(f"scaled before {place}", width * FP32, "positions", selective=keeps)
     yield Saved(f"root before {place}", FP32, "positions", selective=keeps)
