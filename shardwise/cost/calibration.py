@@ -88,6 +88,7 @@ class TimeConstants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     interval_communication: float
     interval_host: float
     interval_experts: float
+    interval_cores: float
 
 
 @functools.cache

@@ -201,5 +201,6 @@ def spread(inputs: Inputs, parts: dict[str, Floats], known: TimeConstants) -> Fl
         + blind * known.interval_network**2
         + (parts["host"] / whole * known.interval_host) ** 2
         + (inputs.shape.moe_layers > 0) * known.interval_experts**2
+        + (inputs.rates.serial > 0) * known.interval_cores**2
     )
     return np.asarray(np.sqrt(variance))

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.cost.calibration import time_constants
 from shardwise.cost.candidates import Candidates
+from shardwise.cost.compute import Floats
 from shardwise.cost.probed import ProductLaw, speeds
 from shardwise.cost.step import Step, step
 from shardwise.cost.workload import SHARDWISE_FP32, Workload
 from shardwise.inputs.arch import Arch
-from shardwise.inputs.hardware import Matmul, Measured
+from shardwise.inputs.hardware import Matmul, Measured, parse_cluster
 from tests.unit.measured_machine import FACTS, HERE, LAW, probed
 
 ARCH = Arch(
@@ -121,3 +123,16 @@ def test_a_rank_alone_has_threads_and_too_many_ranks_take_turns() -> None:
     np.testing.assert_allclose(host, [1.0, 1.0, 0.5])
     alone = Candidates.of(micro_batch=16)
     assert taken(FACTS, alone).parts["matmul"] < 2 * taken(FACTS).parts["matmul"][0]
+
+
+def test_cores_have_a_wider_interval_by_what_their_speed_moves_and_gpus_have_not() -> None:
+    known = time_constants()
+    still = msgspec.structs.replace(known, interval_cores=0.0)
+
+    def width(found: Step) -> Floats:
+        return np.asarray(np.log(found.high / found.seconds) ** 2)
+
+    wider = width(step(WORK, probed(FACTS), SPLITS, known)) - width(step(WORK, probed(FACTS), SPLITS, still))
+    np.testing.assert_allclose(wider, known.interval_cores**2, rtol=1e-9)
+    gpus = parse_cluster("2xH100-SXM5-80GB")
+    np.testing.assert_array_equal(width(step(WORK, gpus, SPLITS, known)), width(step(WORK, gpus, SPLITS, still)))
