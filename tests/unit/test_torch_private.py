@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader
 
 from shardwise import torch_private
@@ -92,6 +93,39 @@ def test_tensors_without_data_have_shapes_and_infect_what_they_meet() -> None:
     assert torch_private.active_without_data() is None
     with mode:
         assert torch_private.active_without_data() is mode
+
+
+CALLS: dict[str, Any] = {
+    "a new tensor": lambda x: (x + 1,),
+    "a view": lambda x: (x.t(),),
+    "a view of a view": lambda x: (x[1:, 2:].t(),),
+    "several views": lambda x: x.split(2, dim=1),
+    "in place": lambda x: (x.mul_(2),),
+    "a product": lambda x: (x @ x.t(),),
+    "another dtype": lambda x: (x.to(torch.bfloat16),),
+    "two results": lambda x: x.max(dim=0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_known_call_gives_what_torchs_own_mode_gives(call: str) -> None:
+    """The third time it comes from the cache, and all its attributes at once."""
+    told = []
+    for mode in (torch_private.without_data(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode:
+            x = torch.empty(4, 6)
+            made = [CALLS[call](x) for _ in range(3)][-1]
+        told.append(
+            [
+                (
+                    type(one), one.shape, one.stride(), one.dtype, one.device, one.storage_offset(), one.requires_grad,
+                    one.untyped_storage().nbytes(), one.untyped_storage()._cdata == x.untyped_storage()._cdata,
+                    one.fake_mode is mode, {key: value for key, value in one.__dict__.items() if value is not mode},
+                )
+                for one in made
+            ]
+        )  # fmt: skip
+    assert told[0] == told[1]
 
 
 class Notes(torch_private.OperatorMode):
