@@ -1,4 +1,4 @@
-"""The tests as two pytest processes at once: those of many ranks, and all others.
+"""The tests as two pytest processes at once: those of the pool's ranks, and all others.
 
     python -m tests.side_by_side [arguments for both, as -m "not nightly"]
 
@@ -13,9 +13,20 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import NamedTuple
 
-HALVES = {"tests/distributed": ["tests/distributed"], "the others": ["tests", "--ignore=tests/distributed"]}
+# Of tests/distributed, files that start whole commands and use none of the pool's ranks: with the others, so that both
+# halves take about as long.
+COMMANDS = ("test_command.py", "test_hangs.py")
+FOLDERS = sorted(path.parent for path in Path("tests").glob("*/__init__.py"))
+HALVES = {
+    "tests/distributed": ["tests/distributed", *(f"--ignore=tests/distributed/{name}" for name in COMMANDS)],
+    "the others": [
+        *(str(folder) for folder in FOLDERS if folder.name != "distributed"),
+        *(f"tests/distributed/{name}" for name in COMMANDS),
+    ],
+}
 # Of pytest: no test was selected. A marker may leave a half without any.
 NOTHING = 5
 
