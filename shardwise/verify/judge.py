@@ -321,12 +321,14 @@ def _norm_over(compared: Comparison, ranks: Iterable[int], all_count: Sequence[s
 
 def judge_resume(resumed: Resumed) -> Judged:
     """Equal bits, or the fault: where the first difference is says what was not restored."""
-    same = resumed.whole == resumed.resumed and not resumed.changed
+    same = resumed.whole == resumed.resumed and not resumed.changed and not resumed.unsaved
     check = Check(
         "resume", f"stopped after step {resumed.step}, gone on in new processes", 0.0 if same else 1.0, 0.0, same
     )
     if same:
         return Judged((check,), None)
+    if resumed.unsaved:
+        return Judged((check,), Fault(check.what, "", "", "", "its checkpoint was refused", resumed.unsaved))
     first = next((n for n, (a, b) in enumerate(zip(resumed.whole, resumed.resumed, strict=True)) if a != b), 0)
     whole, again = resumed.whole[first], resumed.resumed[first]
     step = next((n for n, (a, b) in enumerate(zip(whole, again, strict=True)) if a != b), None)

@@ -264,7 +264,10 @@ def _bounds(case: Case) -> Bounds:
 
 def _resumed(folder: Path, case: Case, world: int) -> Resumed:
     stop = STOP_AFTER
-    whole, again = _reports(folder, case.name, world), _reports(folder, "resumed", world)
+    whole = _reports(folder, case.name, world)
+    if whole[0].told.unsaved:
+        return Resumed(stop, (), (), (), whole[0].told.unsaved)
+    again = _reports(folder, "resumed", world)
     changed: dict[str, None] = {}
     for rank in range(world):
         before, after = _arrays(folder / f"{case.name}.{rank}.npz"), _arrays(folder / f"resumed.{rank}.npz")

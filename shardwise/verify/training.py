@@ -18,7 +18,7 @@ from shardwise import ranks
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.data.batches import Batches
 from shardwise.data.order import Permutation
-from shardwise.errors import ModelError
+from shardwise.errors import CheckpointError, ModelError
 from shardwise.models import inspect, materialize
 from shardwise.models.decoder import Decoder, initialize_decoder
 from shardwise.models.split_probe import SplitProbe, two_split_probe
@@ -166,7 +166,7 @@ def by_the_engine(case: Case, run: Path, mutation: str = "", *, resume: bool = F
     mutations.after_resume(mutation if resume else "", optimizer, batches)
     parallel, losses, counts, norms = passes.parallel_of(module), [], [], []
     tensors = {f"initial value/{name}": whole(p) for name, p in module.named_parameters()}
-    split, squares, samples, outputs = _split(module), {}, (), {}
+    split, squares, samples, outputs, unsaved = _split(module), {}, (), {}, ""
     for number, micros in enumerate(batches, start=done + 1):
         outcome = step.forward_backward(module, micros, setup.next_token_loss, step=number)
         mutations.after_backward(mutation, module)
@@ -181,13 +181,16 @@ def by_the_engine(case: Case, run: Path, mutation: str = "", *, resume: bool = F
         losses.append(outcome.loss)
         counts.append(outcome.count)
         if number == STOP_AFTER and not resume:
-            checkpointer.save(number)
+            try:
+                checkpointer.save(number)
+            except CheckpointError as error:  # copies that differ, say: what made them differ is the fault to be told
+                unsaved = error.what
         if number == shrink.STEPS:
             break
     inputs = step.call_inputs(module, "auto")
     valid = evaluation.evaluate(module, parallel, Batches(batches_of.valid, workers=0), setup.next_token_loss, inputs)
     tensors |= {f"parameter/{name}": whole(p) for name, p in module.named_parameters()}
-    told = Told(tuple(losses), tuple(counts), tuple(norms), valid.loss, samples, squares, outputs)
+    told = Told(tuple(losses), tuple(counts), tuple(norms), valid.loss, samples, squares, outputs, unsaved)
     masks = dropout_masks(module, plan, batches_of.train) if case.name == "logic" and not resume else None
     return Trained(told, tensors, split, masks)
 

@@ -19,7 +19,7 @@ class Told(Frozen, frozen=True):
 
     samples: those that it read in the first step. squares: of the first step's gradients as far as this process holds
     them, the sum of squares by name, before clipping. outputs: of the first step, by block, the sum of squares of what
-    each forward of it gave, equal ones once (recompute gives the same again).
+    each forward of it gave, equal ones once (recompute gives the same again). unsaved: why its checkpoint was refused.
     """
 
     losses: tuple[float, ...]
@@ -29,6 +29,7 @@ class Told(Frozen, frozen=True):
     samples: tuple[int, ...] = ()
     squares: dict[str, float] = {}
     outputs: dict[str, tuple[float, ...]] = {}
+    unsaved: str = ""
 
 
 class Tensor(Frozen, frozen=True):
@@ -83,12 +84,16 @@ class Comparison(Frozen, frozen=True):
 
 
 class Resumed(Frozen, frozen=True):
-    """New processes that went on after `step`, against those that were never stopped: bits."""
+    """New processes that went on after `step`, against those that were never stopped: bits.
+
+    unsaved: why there was nothing to go on from.
+    """
 
     step: int
     whole: tuple[tuple[float, ...], ...]
     resumed: tuple[tuple[float, ...], ...]
     changed: tuple[str, ...]
+    unsaved: str = ""
 
 
 class Masks(Frozen, frozen=True):

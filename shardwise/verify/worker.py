@@ -42,7 +42,14 @@ def main(folder: Path) -> int:
         jobs = [(f"{rank}", _rank_job(task, folder, store, rank, world, resume)) for rank in range(world)]
         if not _all(jobs, folder):
             return 1
+        if _unsaved(folder):
+            break
     return 0
+
+
+def _unsaved(folder: Path) -> bool:
+    """Whether the ranks' checkpoint was refused, which all of them know: nothing can go on from it."""
+    return bool(msgspec.json.decode((folder / "logic.0.json").read_bytes(), type=Report).told.unsaved)
 
 
 def _alone(task: Task, folder: Path) -> None:

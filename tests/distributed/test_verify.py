@@ -92,7 +92,7 @@ CAUGHT = [
     ("garble-crossing", "pp2", 0, "pp", "crosses from stage 0 to stage 1"),
     ("half-stage", "pp2", 0, "pp", "only stage 0"),
 ]
-IN_CI = ("drop-reduce", "skip-norm-reduction", "reuse-dropout-seed", "drop-tp-sum", "swap-stages")
+IN_CI = ("drop-reduce", "skip-norm-reduction", "reuse-dropout-seed", "drop-tp-sum", "drop-tie-sum", "swap-stages")
 
 
 @pytest.mark.parametrize(
