@@ -25,11 +25,6 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-def is_named(model: object) -> bool:
-    """Whether a Trainer's `model` names one: "hf:..." or a folder that holds a config.json."""
-    return isinstance(model, str) and (model.startswith(PREFIX) or Path(model, "config.json").is_file())
-
-
 def find(model: str) -> Path:
     """The folder of "hf:owner/name", "hf:folder" or a folder; from the hub through its own cache.
 
