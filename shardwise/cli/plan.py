@@ -11,7 +11,7 @@ from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster, parse_cluster
 from shardwise.inputs.recipe import Recipe
 from shardwise.launch import local
-from shardwise.plan import automatic, evaluate, fixed, rule_of_thumb
+from shardwise.plan import automatic, fixed, rule_of_thumb, uneven
 from shardwise.plan.check import check
 from shardwise.plan.questions import Question, what_ifs
 from shardwise.plan.refusal import refuse
@@ -84,7 +84,8 @@ def _write(asked: Asked, told: Planned) -> None:
 
         done = told.searched
         chosen = done.chosen or done.candidates[0]
-        page = planned_page.page(told, evaluate.memory_by_rank(done.subject, chosen))
+        held = uneven.memory_by_rank(done.subject, chosen.decision)
+        page = planned_page.page(told, [one.parts for one in held], [one.limit for one in held])
         written[asked.page] = page.encode()
     for path, content in written.items():
         if path is not None:

@@ -10,7 +10,7 @@ from shardwise.plan.choice import Choice
 from shardwise.plan.questions import Machines, Question
 from shardwise.plan.search import CostModel
 from shardwise.plan.subject import Subject
-from shardwise.units import format_count, format_seconds, parse_count
+from shardwise.units import format_count, parse_count
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -39,10 +39,6 @@ def answers(wanted: Wanted, question: Question, subject: Subject, chosen: Choice
         enough, fastest = questions.machines_for(question, model, tokens, wanted.days)
         values["machines"] = None if enough is None else _priced(enough, wanted.price)
         lines.append(_machines(enough, fastest, wanted))
-    if question.cluster.others:
-        seconds = questions.shared_by_speed(question, model)
-        values["shared_by_speed_step_seconds"] = seconds
-        lines.append(_shared(seconds, chosen))
     if wanted.largest:
         values["largest"], more = _largest(question, subject, model, chosen)
         lines += more
@@ -77,16 +73,6 @@ def _machines(enough: Machines | None, fastest: Machines | None, wanted: Wanted)
     if fastest is None:
         return f"in {wanted.days:g} days: no number of these machines fits the model"
     return f"in {wanted.days:g} days: no number of them with this batch; the fastest is {_said(fastest, wanted.price)}"
-
-
-def _shared(seconds: float | None, chosen: Choice) -> str:
-    if seconds is None:
-        return "shares of the batch by speed: not every group of machines holds the model by itself"
-    gain = chosen.estimate.step_seconds / seconds - 1
-    return (
-        f"shares of the batch by speed instead of equal ones: {format_seconds(seconds)} a step, {gain:.0%} faster "
-        "(planned only: this engine gives equal shares)"
-    )
 
 
 def _largest(question: Question, subject: Subject, model: CostModel, chosen: Choice) -> Answers:

@@ -139,7 +139,8 @@ class OptimizerSpec(Value, frozen=True):
 class PlanRequest(Value, frozen=True):
     """Degrees and options that the user fixes; what is absent is planned.
 
-    `schedule` and `stages_per_rank` are the pipeline's: they say nothing where pp is 1 and are refused there.
+    `schedule`, `stages_per_rank` and `stage_blocks` (the blocks of each stage, in order) are the pipeline's: they say
+    nothing where pp is 1 and are refused there.
     """
 
     pp: Positive = 1
@@ -151,6 +152,7 @@ class PlanRequest(Value, frozen=True):
     zero: Literal["auto", 0, 1, 2, 3] = "auto"
     schedule: Literal["auto"] | PipelineSchedule = "auto"
     stages_per_rank: Literal["auto"] | Positive = "auto"
+    stage_blocks: Literal["even"] | tuple[Positive, ...] = "even"
     recompute: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "cpu", "nvme"] = "none"
     compile: Literal["auto", "off", "blocks"] = "auto"

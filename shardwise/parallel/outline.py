@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.names import canonical
-from shardwise.plan.schedules import stage_blocks
+from shardwise.plan.schedules import Sizes, cannot_share, stage_blocks
 
 SPLIT_FIX = "describe the model as sw.Split(before, blocks, after)"
 
@@ -44,7 +44,7 @@ def outline(
     module: nn.Module,
     blocks: Sequence[nn.Module],
     stages: int,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = "even",
     *,
     why_none: str = "",
 ) -> Outline:
@@ -66,7 +66,7 @@ def outline(
     return Outline(inside, before, after)
 
 
-def _stage_of_each_block(blocks: int, stages: int, sizes: Sequence[int] | None, why_none: str) -> list[int]:
+def _stage_of_each_block(blocks: int, stages: int, sizes: Sizes, why_none: str) -> list[int]:
     if blocks < stages:
         raise ModelError(
             f"The model has {blocks} blocks, and the pipeline {stages} stages.",
@@ -75,13 +75,13 @@ def _stage_of_each_block(blocks: int, stages: int, sizes: Sequence[int] | None, 
             if blocks
             else f'model.blocks = "the.path" of an nn.ModuleList of them; or {SPLIT_FIX}',
         )
-    sizes = sizes or [len(part) for part in stage_blocks(blocks, stages)]
-    if len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1:
+    problem = cannot_share(blocks, stages, sizes)
+    if problem:
         raise ModelError(
-            f"Stages of {', '.join(map(str, sizes))} blocks do not share {blocks} blocks out among {stages} stages.",
-            fix=f"give {stages} numbers, each at least 1, that sum to {blocks}",
+            f"{problem[0].upper()}{problem[1:]}.",
+            fix=f'train.plan.stage_blocks: {stages} numbers, each at least 1, that sum to {blocks}; or "even"',
         )
-    return [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    return [stage for stage, held in enumerate(stage_blocks(blocks, stages, sizes)) for _ in held]
 
 
 def _container(module: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Module, list[str]]:
@@ -128,9 +128,7 @@ class Tie(NamedTuple):
     stages: tuple[int, ...]
 
 
-def ties_across(
-    module: nn.Module, blocks: Sequence[nn.Module], stages: int, sizes: Sequence[int] | None = None
-) -> tuple[Tie, ...]:
+def ties_across(module: nn.Module, blocks: Sequence[nn.Module], stages: int, sizes: Sizes = "even") -> tuple[Tie, ...]:
     """The ties of a whole module that cross stages, in its order. Raises: ModelError."""
     plan = outline(module, blocks, stages, sizes)
     names: dict[nn.Parameter, list[str]] = {}

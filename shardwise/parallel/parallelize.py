@@ -96,8 +96,8 @@ def cut(module: nn.Module, units: list[nn.Module], decision: Decision, mesh: Mes
         return Pipe()
     count = pp * decision.stages_per_rank
     mine = schedules.stages_of_rank(decision.schedule, mesh.index("pp"), pp, decision.stages_per_rank)
-    tied = ties_across(module, units, count)
-    stages = split(module, units, count, mine)
+    tied = ties_across(module, units, count, decision.stage_blocks)
+    stages = split(module, units, count, mine, decision.stage_blocks)
     pipeline = Pipeline(stages, mesh, decision.schedule, decision.stages_per_rank)
     return Pipe(stages, pipeline, Ties(tied, module, mesh, decision.schedule) if tied else None)
 

@@ -67,7 +67,8 @@ def rehearse(module: nn.Module, decision: Decision, spec: ModelSpec, call: Call 
 def require_parts(module: nn.Module, found: inspect.Blocks, decision: Decision, split: Roles | None) -> None:
     """Raises: ModelError for a whole module without the blocks or the layers that the plan shares out."""
     if decision.mesh.pp > 1:
-        outline(module, found.blocks, decision.mesh.pp * decision.stages_per_rank, why_none=found.reason)
+        stages = decision.mesh.pp * decision.stages_per_rank
+        outline(module, found.blocks, stages, decision.stage_blocks, why_none=found.reason)
     if split is not None:
         modules = {canonical(name): inner for name, inner in module.named_modules()}
         require_divisible(split, modules, decision.mesh.tp)
@@ -122,7 +123,8 @@ def _stages(module: nn.Module, decision: Decision, spec: ModelSpec, without_numb
         own = shadow(module, without_numbers)
         mine = schedules.stages_of_rank(decision.schedule, rank, pp, per_rank)
         blocks = inspect.find_blocks(own, spec.blocks).blocks
-        found.update({stage.index: stage for stage in staging.split(own, blocks, pp * per_rank, mine)})
+        stages = staging.split(own, blocks, pp * per_rank, mine, decision.stage_blocks)
+        found.update({stage.index: stage for stage in stages})
     return [found[index] for index in range(pp * per_rank)]
 
 

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from shardwise.errors import ModelError
 from shardwise.parallel.outline import SPLIT_FIX, Outline, Place, Tie, outline, ties_across
+from shardwise.plan.schedules import Sizes
 from shardwise.torch_private import active_without_data, lacks_data, tree_leaves, without_data
 
 
@@ -302,7 +303,7 @@ def split(
     blocks: Sequence[nn.Module],
     stages: int,
     mine: Sequence[int],
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = "even",
 ) -> tuple[Stage, ...]:
     """Cut `module` into stages, in place: it keeps its names and loses what the stages `mine` do not hold.
 

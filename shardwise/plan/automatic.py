@@ -15,10 +15,11 @@ from shardwise.cost.candidates import RECOMPUTE
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import Recipe
-from shardwise.plan import choice, evaluate, rule_of_thumb, search
+from shardwise.plan import choice, evaluate, rule_of_thumb, search, uneven
 from shardwise.plan.choice import ALIKE, Choice
 from shardwise.plan.plan import Decision, Plan
 from shardwise.plan.questions import Question
+from shardwise.plan.schedules import in_runs
 from shardwise.plan.search import CostModel, Found
 from shardwise.plan.subject import Subject
 from shardwise.units import format_bytes, format_seconds
@@ -78,6 +79,7 @@ def _plainness(one: Choice) -> tuple[int, ...]:
     decided, mesh = one.decision, one.decision.mesh
     axes = sum(degree > 1 for degree in (*mesh.degrees, mesh.ep))
     options = (RECOMPUTE.index(decided.recompute), int(decided.offload != "none"), decided.stages_per_rank)
+    axes += decided.stage_blocks != "even"
     return (axes, decided.zero, *options, int(decided.bucket_cap_mb != "default"))
 
 
@@ -99,9 +101,16 @@ def searched(
     found = search.search(subject, model, top)
     running = list(evaluate.choices(subject, model, found.running.table))
     running += _plainer(question, subject, model, running)
-    running = sorted({one.decision: one for one in running}.values(), key=lambda one: one.estimate.step_seconds)
-    best = evaluate.choices(subject, model, found.best.table)
-    return Searched(question, subject, found, best, tuple(running), clock() - start)
+    differing = uneven.choices(subject, model)
+    running += [one for one in differing if not one.planned_only]
+    best = _fastest_first([*evaluate.choices(subject, model, found.best.table), *differing])[:top]
+    return Searched(question, subject, found, best, _fastest_first(running), clock() - start)
+
+
+def _fastest_first(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Each decision once."""
+    once = {one.decision: one for one in choices}
+    return tuple(sorted(once.values(), key=lambda one: one.estimate.step_seconds))
 
 
 def _plainer(question: Question, subject: Subject, model: CostModel, running: Sequence[Choice]) -> list[Choice]:
@@ -176,6 +185,10 @@ def split_words(decided: Decision) -> str:
     parts = [f"zero {decided.zero}: {held}" if mesh.data_parallel > 1 else ""]
     parts += [f"tp = {mesh.tp}: each layer is split over {mesh.tp} ranks" if mesh.tp > 1 else ""]
     parts += [f"pp = {mesh.pp}: {mesh.pp * decided.stages_per_rank} stages of blocks" if mesh.pp > 1 else ""]
+    if decided.stage_blocks != "even":
+        parts.append(f"{in_runs(decided.stage_blocks)} blocks a stage, in the order of the machines")
+    if decided.shares != "equal":
+        parts.append(f"{in_runs(decided.shares)} micro-batches a rank, by group of machines")
     return "; ".join(part for part in parts if part) or "one rank: nothing to split"
 
 

@@ -14,7 +14,11 @@ from shardwise.plan.rule_of_thumb import has_no_bf16
 from shardwise.plan.violation import REPLAN, Rule, Violation
 from shardwise.units import format_bytes
 
-_PLAIN_PIPELINE: dict[str, str | int] = {"train.plan.schedule": "auto", "train.plan.stages_per_rank": "auto"}
+_PLAIN_PIPELINE: dict[str, str | int] = {
+    "train.plan.schedule": "auto",
+    "train.plan.stages_per_rank": "auto",
+    "train.plan.stage_blocks": "even",
+}
 
 
 def check(plan: Plan, world: int) -> tuple[Violation, ...]:
@@ -209,14 +213,16 @@ def schedule_belongs_to_a_pipeline(plan: Plan, world: int) -> Violation | None:
     decision = plan.decision
     if decision.mesh.pp > 1 and decision.schedule != "none":
         return None
-    if decision.mesh.pp == 1 and decision.schedule == "none" and decision.stages_per_rank == 1:
+    alone = decision.mesh.pp == 1 and decision.schedule == "none"
+    if alone and decision.stages_per_rank == 1 and decision.stage_blocks == "even":
         return None
+    sizes = "" if decision.stage_blocks == "even" else f" and stage_blocks = {list(decision.stage_blocks)}"
     return Violation(
         rule="schedule_belongs_to_a_pipeline",
-        what=f'schedule = "{decision.schedule}" and stages_per_rank = {decision.stages_per_rank} '
+        what=f'schedule = "{decision.schedule}" and stages_per_rank = {decision.stages_per_rank}{sizes} '
         f"with pp = {decision.mesh.pp}.",
         why="a schedule orders the stages of a pipeline, and every pipeline has one",
-        fix='train.plan.schedule = "auto" and stages_per_rank = "auto", or pp = 2 or more',
+        fix='train.plan.schedule = "auto", stages_per_rank = "auto" and stage_blocks = "even", or pp = 2 or more',
         apply=_PLAIN_PIPELINE,
     )
 
@@ -252,6 +258,23 @@ def each_stage_has_a_block(plan: Plan, world: int) -> Violation | None:
         why="each stage of a pipeline holds at least one block",
         fix='train.plan.schedule = "1f1b" and stages_per_rank = 1' if fewer else "train.plan.pp = 1, or fewer stages",
         apply=plain if fewer else {"train.plan.pp": 1, **_PLAIN_PIPELINE, **REPLAN},
+    )
+
+
+def stages_share_the_blocks(plan: Plan, world: int) -> Violation | None:
+    decision = plan.decision
+    sizes, stages = decision.stage_blocks, decision.mesh.pp * decision.stages_per_rank
+    if sizes == "even" or plan.arch is None or decision.mesh.pp == 1 or plan.arch.num_layers < stages:
+        return None
+    problem = schedules.cannot_share(plan.arch.num_layers, stages, sizes)
+    if not problem:
+        return None
+    return Violation(
+        rule="stages_share_the_blocks",
+        what=f"stage_blocks: {problem}.",
+        why=f"each of the {stages} stages has a number of its own, of at least 1, and every block is in one",
+        fix='train.plan.stage_blocks = "even", or numbers that sum to the model\'s blocks',
+        apply={"train.plan.stage_blocks": "even"},
     )
 
 
@@ -355,6 +378,7 @@ RULES: tuple[Rule, ...] = (
     schedule_belongs_to_a_pipeline,
     schedule_has_its_micro_batches,
     each_stage_has_a_block,
+    stages_share_the_blocks,
     combination_runs,
     tensor_parallel_stays_in_a_node,
     states_fit,

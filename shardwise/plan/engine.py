@@ -55,6 +55,8 @@ def reasons(decision: Decision) -> tuple[str, ...]:
     ]
     if decision.offload != "none":
         found.append(f"offload = {decision.offload}: no offload yet")
+    if decision.shares != "equal":
+        found.append("uneven shares of the batch")
     return (*found, *(one.why for one in combinations.refusals(combinations.cell_of(decision))))
 
 

@@ -1,5 +1,6 @@
 """Rows of the space as Choices: each with its decision, its Estimate, and why the engine does not run it. No torch."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from shardwise.plan import choice, engine, space
 from shardwise.plan.bounds import Reals
 from shardwise.plan.choice import Choice
 from shardwise.plan.estimate import Estimate, Interval
-from shardwise.plan.search import CostModel, candidates
+from shardwise.plan.search import CostModel, MemoryParts, candidates
 from shardwise.plan.space import Table
 from shardwise.plan.subject import Subject
 
@@ -30,37 +31,56 @@ def estimate(subject: Subject, model: CostModel, table: Table) -> list[Estimate]
     """What each row is predicted to take."""
     workload, cluster, rows = subject.workload, subject.cluster, candidates(table)
     memory, step = model.memory(workload, cluster, rows), model.step(workload, cluster, rows)
-    speed, found = _Speed.of(subject), []
+    found = []
     for index in range(len(rows)):
-        seconds = float(step.seconds[index])
         ends = (float(step.low[index]), float(step.high[index]))
-        tokens, (slow, fast) = speed.tokens(seconds), (speed.tokens(ends[1]), speed.tokens(ends[0]))
+        parts = {name: float(part[index]) for name, part in step.parts.items()}
         found.append(
-            Estimate(
-                step_seconds=seconds,
-                step_seconds_interval=ends,
-                tokens_per_second_per_gpu=tokens,
-                tokens_per_second_per_gpu_interval=(slow, fast),
-                mfu=speed.utilization(tokens),
-                mfu_interval=speed.between(slow, fast),
-                memory_bytes=float(memory.device[index]),
-                memory_bytes_interval=(float(memory.low[index]), float(memory.high[index])),
-                memory_limit_bytes=float(subject.limit),
-                memory={name: float(part[index]) for name, part in memory.parts.items()},
-                seconds={name: float(part[index]) for name, part in step.parts.items()},
-            )
+            as_estimate(subject, float(step.seconds[index]), ends, parts, _bytes(memory, index, subject.limit))
         )
     return found
 
 
-def memory_by_rank(subject: Subject, one: Choice) -> list[dict[str, float]]:
-    """Bytes by part that each rank of a plan's pipeline holds at its own peak; they sum to its device's."""
+class Bytes(NamedTuple):
+    """Bytes of one rank's device at its peak, by part; the ends of their interval; and how many it may use."""
+
+    parts: dict[str, float]
+    total: float
+    interval: Interval
+    limit: float
+
+
+def _bytes(memory: MemoryParts, index: int, limit: float) -> Bytes:
+    parts = {name: float(part[index]) for name, part in memory.parts.items()}
+    ends = (float(memory.low[index]), float(memory.high[index]))
+    return Bytes(parts, float(memory.device[index]), ends, float(limit))
+
+
+def as_estimate(subject: Subject, seconds: float, ends: Interval, parts: dict[str, float], memory: Bytes) -> Estimate:
+    """The Estimate of such seconds and bytes."""
+    speed = _Speed.of(subject)
+    tokens, (slow, fast) = speed.tokens(seconds), (speed.tokens(ends[1]), speed.tokens(ends[0]))
+    return Estimate(
+        step_seconds=seconds,
+        step_seconds_interval=ends,
+        tokens_per_second_per_gpu=tokens,
+        tokens_per_second_per_gpu_interval=(slow, fast),
+        mfu=speed.utilization(tokens),
+        mfu_interval=speed.between(slow, fast),
+        memory_bytes=memory.total,
+        memory_bytes_interval=memory.interval,
+        memory_limit_bytes=memory.limit,
+        memory=memory.parts,
+        seconds=parts,
+    )
+
+
+def of_ranks(subject: Subject, row: Mapping[str, int]) -> list[Bytes]:
+    """What each rank of a plan's pipeline holds at its own peak."""
     from shardwise.cost.memory import by_rank
 
-    splits = subject.task.fixed.get("sequence_parallel", 1) == 1
-    rows = candidates(choice.table([choice.row(one.decision, splits)]))
-    parts = by_rank(subject.workload, subject.cluster, rows).parts
-    return [{name: float(part[rank]) for name, part in parts.items()} for rank in range(one.decision.mesh.pp)]
+    memory = by_rank(subject.workload, subject.cluster, candidates(choice.table([dict(row)])))
+    return [_bytes(memory, rank, subject.limit) for rank in range(row["pp"])]
 
 
 def needed(subject: Subject, model: CostModel, table: Table) -> Reals:
@@ -77,13 +97,9 @@ class _Speed(NamedTuple):
 
     @classmethod
     def of(cls, subject: Subject) -> "_Speed":
-        workload, gpu = subject.workload, subject.cluster.device
-        if workload.precision == "fp8":
-            peak = gpu.dense_fp8_flops_per_second
-        else:
-            peak = gpu.peak_flops_per_second(workload.precision)
+        workload = subject.workload
         flops = workload.arch.flops_per_token(workload.sequence_length)
-        return cls(workload.tokens / subject.task.world, flops, peak)
+        return cls(workload.tokens / subject.task.world, flops, subject.peak_flops_per_second)
 
     def tokens(self, seconds: float) -> float:
         return self.tokens_per_device / seconds

@@ -17,7 +17,9 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the engine obeys. `micro_batch` is in samples of one forward on one rank.
 
     `accumulation` is the number of micro-batches of a step, under a pipeline too. A rank holds `stages_per_rank` of the
-    pipeline's stages. sequence_parallel "auto": as the recipe says.
+    pipeline's stages; `stage_blocks`: the blocks of each stage, where they are not shared out evenly. `shares`: the
+    micro-batches that each rank takes, by group of machines, where they are not equal; `accumulation` is the most.
+    sequence_parallel "auto": as the recipe says.
     """
 
     mesh: MeshShape
@@ -28,6 +30,8 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     precision: Precision
     schedule: Literal["none"] | PipelineSchedule = "none"
     stages_per_rank: Positive = 1
+    stage_blocks: Literal["even"] | tuple[Positive, ...] = "even"
+    shares: Literal["equal"] | tuple[Positive, ...] = "equal"
     recompute: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "cpu", "nvme"] = "none"
     compile: Literal["off", "blocks"] = "off"

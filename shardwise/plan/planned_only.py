@@ -42,6 +42,18 @@ def option_runs(key: str) -> Rule:
     return rule
 
 
+def shares_run(plan: Plan, world: int) -> Violation | None:
+    if plan.decision.shares == "equal":
+        return None
+    return Violation(
+        rule="shares_run",
+        what=f"shares = {list(plan.decision.shares)} is planned only: this engine gives each rank as many samples.",
+        why="uneven shares of the batch are not part of the engine yet",
+        fix='train.plan = "auto": shares are equal then, or stages have blocks by speed',
+        apply={"train.plan": "auto"},
+    )
+
+
 def model_runs(plan: Plan, world: int) -> Violation | None:
     problem = plan.arch.engine_problem() if plan.arch is not None else ""
     if plan.recipe.model.hf is None and not problem:
@@ -90,6 +102,7 @@ RULES: tuple[Rule, ...] = (
     axis_runs("ep", "expert parallel"),
     option_runs("offload"),
     option_runs("compression"),
+    shares_run,
     model_runs,
     trainable_runs,
     trackers_run,

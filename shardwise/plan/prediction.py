@@ -1,10 +1,12 @@
 """What any plan is predicted to take, whoever decided it: to stand beside what was measured. No torch."""
 
+from dataclasses import replace
+
 import msgspec
 
 from shardwise.errors import RecipeError
 from shardwise.inputs.arch import Arch
-from shardwise.plan import automatic, choice, evaluate, rule_of_thumb
+from shardwise.plan import automatic, rule_of_thumb, uneven
 from shardwise.plan.estimate import Estimate
 from shardwise.plan.plan import Plan
 from shardwise.plan.questions import Question
@@ -37,9 +39,10 @@ def predict(plan: Plan) -> Estimate | None:
     if plan.arch is None or why_none(plan):
         return None
     subject = _subject(plan, plan.arch)
-    split = plan.sequence_parallel is not False and subject.task.fixed.get("sequence_parallel", 1) == 1
-    row = choice.row(plan.decision, split)
-    return evaluate.estimate(subject, automatic.costs(), choice.table([row]))[0]
+    if plan.sequence_parallel is False:
+        task = replace(subject.task, fixed={**subject.task.fixed, "sequence_parallel": 0})
+        subject = subject._replace(task=task)
+    return uneven.of_any(subject, automatic.costs(), plan.decision)
 
 
 def _subject(plan: Plan, arch: Arch) -> Subject:

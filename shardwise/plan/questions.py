@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from shardwise.inputs.arch import Arch
-from shardwise.inputs.hardware import Cluster, of_groups
+from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import Recipe
-from shardwise.plan import choice, evaluate
+from shardwise.plan import evaluate, uneven
 from shardwise.plan.choice import ALIKE, Choice
 from shardwise.plan.machines import with_nodes
 from shardwise.plan.search import CostModel, search
@@ -94,24 +94,6 @@ def _takes(question: Question, nodes: int, model: CostModel, tokens: float) -> M
     return trained(subject, float(found.seconds[0]), tokens) if len(found.seconds) else None
 
 
-def shared_by_speed(question: Question, model: CostModel) -> float | None:
-    """Seconds of a step were each group of machines that differ given a share of the batch by its own speed.
-
-    Each group holds the model by itself, with its own best plan; what they then sum over the network between them is
-    left out. None where a group cannot hold it, or there is one group alone.
-    """
-    if not question.cluster.others:
-        return None
-    speed = 0.0
-    for group in question.cluster.groups:
-        subject = question._replace(cluster=of_groups((group,))).subject()
-        found = search(subject, model, top=1).best
-        if not len(found.seconds):
-            return None
-        speed += subject.workload.tokens / float(found.seconds[0])
-    return question.subject().workload.tokens / speed
-
-
 def trained(subject: Subject, step_seconds: float, tokens: float) -> Machines:
     """What so many tokens take at this speed."""
     speed, gpus = subject.workload.tokens / step_seconds, subject.task.world
@@ -171,12 +153,10 @@ def what_ifs(subject: Subject, model: CostModel, told: Sequence[Choice], chosen:
     Another one is held against the fastest of today's: that it was faster already is no gain of the choice.
     """
     fastest = min(one.estimate.step_seconds for one in (chosen, *told))
-    splits = subject.task.fixed.get("sequence_parallel", 1) == 1
-    table = choice.table([choice.row(one.decision, splits) for one in (chosen, *told)])
     found = []
-    for what, other in _choices_of_the_user(subject):
-        estimates = evaluate.estimate(other, model, table)
-        fitting = [one for one in estimates if one.memory_bytes_interval[1] <= other.limit]
+    for what, change in _choices_of_the_user(subject):
+        estimates = [uneven.of_any(subject, model, one.decision, change) for one in (chosen, *told)]
+        fitting = [one for one in estimates if one.memory_bytes_interval[1] <= one.memory_limit_bytes]
         best = min(fitting or estimates, key=lambda one: one.step_seconds)
         stays = estimates[0] in (fitting or estimates) and estimates[0].step_seconds <= (1 + ALIKE) * best.step_seconds
         best = estimates[0] if stays else best
@@ -193,19 +173,25 @@ def what_ifs(subject: Subject, model: CostModel, told: Sequence[Choice], chosen:
     return tuple(found)
 
 
-def _choices_of_the_user(subject: Subject) -> Iterator[tuple[str, Subject]]:
+Change = Callable[[Subject], Subject]
+
+
+def _choices_of_the_user(subject: Subject) -> Iterator[tuple[str, Change]]:
     node, workload = subject.cluster.node, subject.workload
     if node.network is not None and subject.cluster.nodes > 1:
-        yield "the network half as fast", _with_node(subject, network=_slower(node.network))
-    yield "the links in a node half as fast", _with_node(subject, link=_slower(node.link))
-    gpu = node.device
-    if gpu.dense_fp8_flops_per_second and workload.precision == "bf16":
-        yield "fp8 products", subject._replace(workload=msgspec.structs.replace(workload, precision="fp8"))
+        yield "the network half as fast", lambda one: _with_node(one, network=_slower(one.cluster.node.network))
+    yield "the links in a node half as fast", lambda one: _with_node(one, link=_slower(one.cluster.node.link))
+    if node.device.dense_fp8_flops_per_second and workload.precision == "bf16":
+        yield "fp8 products", lambda one: _with_work(one, precision="fp8")
     if workload.precision != "fp32":
         fp32 = msgspec.structs.replace(workload.stack, gathered=4)
-        yield "fp32", subject._replace(workload=msgspec.structs.replace(workload, precision="fp32", stack=fp32))
+        yield "fp32", lambda one: _with_work(one, precision="fp32", stack=fp32)
     int8 = msgspec.structs.replace(workload.stack, reduced=1)
-    yield "gradients as int8 on the wire", subject._replace(workload=msgspec.structs.replace(workload, stack=int8))
+    yield "gradients as int8 on the wire", lambda one: _with_work(one, stack=int8)
+
+
+def _with_work(subject: Subject, **parts: Any) -> Subject:
+    return subject._replace(workload=msgspec.structs.replace(subject.workload, **parts))
 
 
 def _with_node(subject: Subject, **parts: Any) -> Subject:
@@ -216,5 +202,5 @@ def _with_node(subject: Subject, **parts: Any) -> Subject:
 
 
 def _slower(link: Any) -> Any:
-    speed = link.bytes_per_second
+    speed = None if link is None else link.bytes_per_second
     return link if speed is None else msgspec.structs.replace(link, bytes_per_second=speed / 2)

@@ -87,15 +87,27 @@ def activations_of_one(arch: Arch, length: int, decision: Decision, recompute: s
     precision, pp, tp = decision.precision, decision.mesh.pp, decision.mesh.tp
     block = block_activation_bytes(arch, length, precision, recompute)
     working = 0 if recompute == "none" else block_activation_bytes(arch, length, precision, "none")
-    per_stage = math.ceil(arch.num_layers / (pp * decision.stages_per_rank))
+    per_stage = _blocks_of_a_stage(decision, arch.num_layers)
     flights = _in_flight(decision)
     logits = _logits_bytes(arch, length, precision)
     holds_head = schedules.rank_of_stage(decision.schedule, pp * decision.stages_per_rank - 1, pp)
     ranks = [
-        flight * per_stage * block + working + (logits if rank == holds_head else 0)
+        flight * per_stage[rank] * block + working + (logits if rank == holds_head else 0)
         for rank, flight in enumerate(flights)
     ]
     return max(ranks) // tp
+
+
+def _blocks_of_a_stage(decision: Decision, layers: int) -> list[int]:
+    """By pipeline rank: the blocks of its largest stage."""
+    pp, sizes = decision.mesh.pp, decision.stage_blocks
+    if sizes == "even":
+        return [math.ceil(layers / (pp * decision.stages_per_rank))] * pp
+    largest = [0] * pp
+    for stage, size in enumerate(sizes):
+        rank = schedules.rank_of_stage(decision.schedule, stage, pp)
+        largest[rank] = max(largest[rank], size)
+    return largest
 
 
 def _in_flight(decision: Decision) -> tuple[int, ...]:
@@ -127,7 +139,9 @@ def bytes_at_rest(plan: Plan) -> int | None:
 
 def states_of_a_rank(shape: Arch | int | None, per_parameter: Bytes, decision: Decision) -> int:
     """Of the fullest rank."""
-    held = parameters_of_a_rank(shape, decision.mesh, decision.schedule, decision.stages_per_rank)
+    held = parameters_of_a_rank(
+        shape, decision.mesh, decision.schedule, decision.stages_per_rank, decision.stage_blocks
+    )
     return states_of(held, per_parameter, decision.mesh, decision.zero)
 
 
@@ -139,7 +153,9 @@ def states_of(parameters: int, per_parameter: Bytes, mesh: MeshShape, zero: Zero
     return math.ceil(parameters * (weight + gradient + states))
 
 
-def parameters_of_a_rank(shape: Arch | int | None, mesh: MeshShape, schedule: str, stages_per_rank: int = 1) -> int:
+def parameters_of_a_rank(
+    shape: Arch | int | None, mesh: MeshShape, schedule: str, stages_per_rank: int = 1, sizes: schedules.Sizes = "even"
+) -> int:
     """Of the rank that holds most, before any sharding over data-parallel ranks.
 
     Stages may be uneven; the first holds the embedding, the last the norm and the head (a tied one as a copy). Tensor
@@ -149,14 +165,14 @@ def parameters_of_a_rank(shape: Arch | int | None, mesh: MeshShape, schedule: st
     if shape is None or isinstance(shape, int):
         return math.ceil((shape or 0) / (pp * tp))
     hidden, stages = shape.hidden_size, pp * stages_per_rank
-    if stages > shape.num_layers:  # check refuses it: there is no such rank
+    if schedules.cannot_share(shape.num_layers, stages, sizes):  # check refuses it: there is no such rank
         return math.ceil(shape.parameters() / tp)
     vocabulary = math.ceil(shape.vocab_size / tp) * hidden
     ffn = shape.ffn_parameters() // shape.ffn_size * math.ceil(shape.ffn_size / tp)
     block = shape.attention_parameters() // tp + ffn + shape.norm_parameters()
     sparse = (shape.moe_block_parameters() - shape.norm_parameters()) // tp + shape.norm_parameters()
     held = [0] * pp
-    for stage, blocks in enumerate(schedules.stage_blocks(shape.num_layers, stages)):
+    for stage, blocks in enumerate(schedules.stage_blocks(shape.num_layers, stages, sizes)):
         whole = sum(block if layer < shape.dense_layers else sparse for layer in blocks)
         held[schedules.rank_of_stage(schedule, stage, pp)] += whole
     last = schedules.rank_of_stage(schedule, stages - 1, pp)

@@ -76,6 +76,7 @@ def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: i
         precision=precision,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
+        stage_blocks=wanted.stage_blocks,
         recompute=wanted.recompute,
         offload=wanted.offload,
         compile="off" if wanted.compile == "auto" else wanted.compile,

@@ -57,16 +57,34 @@ def stages_of_rank(schedule: str, rank: int, pp: int, stages_per_rank: int) -> t
     return tuple(s for s in range(pp * stages_per_rank) if rank_of_stage(schedule, s, pp) == rank)
 
 
-def stage_blocks(blocks: int, stages: int) -> tuple[range, ...]:
-    """Each stage's blocks, contiguous; where they do not divide, the earlier stages have one more.
+Sizes = Literal["even"] | tuple[int, ...]
 
-    Raises: ValueError for fewer blocks than stages.
+
+def stage_blocks(blocks: int, stages: int, sizes: Sizes = "even") -> tuple[range, ...]:
+    """Each stage's blocks, contiguous: as many as `sizes` say; evenly, the earlier stages have one more where they do
+    not divide. Raises: ValueError where `cannot_share` says why.
     """
-    if blocks < stages:
-        raise ValueError(f"{blocks} blocks are fewer than {stages} stages")
+    problem = cannot_share(blocks, stages, sizes)
+    if problem:
+        raise ValueError(problem)
     size, longer = divmod(blocks, stages)
-    starts = [stage * size + min(stage, longer) for stage in range(stages + 1)]
-    return tuple(range(start, end) for start, end in itertools.pairwise(starts))
+    each = [size + (stage < longer) for stage in range(stages)] if sizes == "even" else sizes
+    return tuple(range(start, end) for start, end in itertools.pairwise((0, *itertools.accumulate(each))))
+
+
+def cannot_share(blocks: int, stages: int, sizes: Sizes = "even") -> str:
+    """Why so many blocks cannot be shared out so among stages; "" where they can."""
+    if blocks < stages:
+        return f"{blocks} blocks are fewer than {stages} stages"
+    if sizes != "even" and (len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1):
+        return f"stages of {', '.join(map(str, sizes))} blocks do not share {blocks} blocks out among {stages} stages"
+    return ""
+
+
+def in_runs(sizes: Sequence[int]) -> str:
+    """`2 x 12 and 6`: equal neighbours together."""
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
+    return " and ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in runs)
 
 
 def requires(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> str:

@@ -9,7 +9,7 @@ from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES
 from shardwise.cost.workload import OURS, SHARDWISE_FP32, SHARDWISE_MIXED, Stack, Trainable, Workload
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.arch.names import trained_share
-from shardwise.inputs.hardware import Cluster
+from shardwise.inputs.hardware import Cluster, NodeGroup
 from shardwise.inputs.recipe import PlanRequest, Recipe
 from shardwise.plan import machines, rough_memory, rule_of_thumb, space
 from shardwise.plan.space import Task
@@ -25,7 +25,8 @@ PROJECTIONS = {
 class Subject(NamedTuple):
     """What is planned: the work, the machines, the space, bytes that a rank may use; and whether the engine runs it.
 
-    planned_only: why not, of the model and its precision; each plan may have reasons of its own.
+    planned_only: why not, of the model and its precision; each plan may have reasons of its own. groups: the machines
+    as they are, where `cluster` counts groups that differ as equal ones.
     """
 
     workload: Workload
@@ -34,6 +35,17 @@ class Subject(NamedTuple):
     limit: float
     runs: bool = True
     planned_only: tuple[str, ...] = ()
+    groups: tuple[NodeGroup, ...] = ()
+
+    @property
+    def peak_flops_per_second(self) -> float | None:
+        """Of a device in this precision; of groups that differ the mean, which utilisation is counted against."""
+        groups = self.groups or self.cluster.groups
+        peaks = [group.node.device.peak_flops_per_second(self.workload.precision) for group in groups]
+        if None in peaks:
+            return None
+        total = sum(group.devices * peak for group, peak in zip(groups, peaks, strict=True) if peak is not None)
+        return total / sum(group.devices for group in groups)
 
 
 def of(
@@ -57,7 +69,8 @@ def of(
     workload = Workload(arch, recipe.data.sequence_length, batch, precision, stack, trainable)
     why_not = _planned_only(recipe, arch, precision)
     runs = not why_not and recipe.model.hf is None
-    return Subject(workload, machines.alike(cluster), task, limit_of(cluster, task.world), runs, why_not)
+    limit = limit_of(cluster, task.world)
+    return Subject(workload, machines.alike(cluster), task, limit, runs, why_not, cluster.groups)
 
 
 def trainable_of(recipe: Recipe, arch: Arch) -> Trainable:

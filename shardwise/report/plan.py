@@ -4,7 +4,7 @@ import json
 
 from shardwise.plan.plan import Plan
 from shardwise.plan.rough_memory import activation_bytes, bytes_at_rest
-from shardwise.plan.schedules import stage_blocks
+from shardwise.plan.schedules import cannot_share, in_runs, stage_blocks
 from shardwise.plan.violation import Violation
 from shardwise.units import format_bytes, format_count
 
@@ -55,8 +55,10 @@ def _pipeline(plan: Plan) -> str:
     decision = plan.decision
     stages = decision.mesh.pp * decision.stages_per_rank
     said = f"{decision.schedule}, {stages} stages, {decision.stages_per_rank} a rank"
-    if plan.arch is None or plan.arch.num_layers < stages:
+    if plan.arch is None or cannot_share(plan.arch.num_layers, stages, decision.stage_blocks):
         return said
+    if decision.stage_blocks != "even":
+        return f"{said}, of {in_runs(decision.stage_blocks)} blocks"
     sizes = sorted({len(blocks) for blocks in stage_blocks(plan.arch.num_layers, stages)}, reverse=True)
     return f"{said}, of {' or '.join(map(str, sizes))} {'block' if sizes == [1] else 'blocks'}"
 

@@ -12,6 +12,7 @@ from shardwise.plan.choice import Choice
 from shardwise.plan.estimate import Estimate, Interval
 from shardwise.plan.plan import Decision, Plan
 from shardwise.plan.questions import WhatIf
+from shardwise.plan.schedules import in_runs
 from shardwise.plan.shortfall import Shortfall
 from shardwise.plan.violation import Violation
 from shardwise.units import format_bytes, format_count, format_seconds
@@ -86,10 +87,16 @@ def _table(told: tuple[Choice, ...], chosen: Choice, limit: float) -> list[str]:
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_line(row, widths) for row in rows]
-    lines.append(f"memory: of the fullest rank, of {format_bytes(limit)}; MFU: causal attention counts as half")
+    limits = " or ".join(dict.fromkeys(format_bytes(size) for size in (limit, *_limits(told))))
+    lines.append(f"memory: of the fullest rank, of {limits}; MFU: causal attention counts as half")
     if any(one.planned_only for one in told):
         lines.append("*  planned only: this engine does not run it yet" + _reasons(told))
     return lines
+
+
+def _limits(told: tuple[Choice, ...]) -> list[float]:
+    """Bytes of the devices that the fullest ranks have, which differ where machines do."""
+    return sorted({one.estimate.memory_limit_bytes for one in told})
 
 
 def _line(row: list[str], widths: list[int]) -> str:
@@ -112,7 +119,7 @@ def cells(number: int, one: Choice, chosen: bool) -> list[str]:
     return [
         f"{mark:<1}{number:>2}",
         name(decided),
-        f"{decided.micro_batch} x {decided.accumulation}",
+        f"{decided.micro_batch} x {_counts(decided)}",
         decided.recompute,
         format_seconds(estimate.step_seconds),
         _between(estimate.step_seconds_interval, format_seconds),
@@ -121,6 +128,11 @@ def cells(number: int, one: Choice, chosen: bool) -> list[str]:
         format_bytes(estimate.memory_bytes),
         _between(estimate.memory_bytes_interval, format_bytes),
     ]
+
+
+def _counts(decided: Decision) -> str:
+    """Micro-batches of a rank; of each group of machines where they are not equal."""
+    return str(decided.accumulation) if decided.shares == "equal" else " / ".join(map(str, decided.shares))
 
 
 def _between(ends: Interval, said: Said) -> str:
@@ -140,6 +152,7 @@ def name(decided: Decision) -> str:
     if mesh.pp > 1:
         held = f" x{decided.stages_per_rank}" if decided.stages_per_rank > 1 else ""
         parts.append(f"{decided.schedule}{held}")
+    parts += [f"stages of {in_runs(decided.stage_blocks)} blocks"] if decided.stage_blocks != "even" else []
     parts += ["compiled"] if decided.compile == "blocks" else []
     parts += ["no sequence parallel"] if decided.sequence_parallel is False else []
     parts += [f"offload to {decided.offload}"] if decided.offload != "none" else []
@@ -251,6 +264,8 @@ def candidate(one: Choice) -> dict[str, Any]:
         **{option: getattr(decided, option) for option in options},
         "sequence_parallel": decided.mesh.tp > 1 and decided.sequence_parallel is not False,
         "bucket_cap_mb": decided.bucket_cap_mb,
+        "stage_blocks": decided.stage_blocks,
+        "shares": decided.shares,
         "step_seconds": estimate.step_seconds,
         "tokens_per_second_per_gpu": estimate.tokens_per_second_per_gpu,
         "mfu": estimate.mfu,

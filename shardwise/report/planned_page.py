@@ -3,6 +3,7 @@
 No script, no font and no file from elsewhere: it opens anywhere, without a network.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -44,18 +45,18 @@ pre { background: #f6f6f6; padding: 1em; overflow-x: auto; font-size: 12px; }
 
 
 class Stack(NamedTuple):
-    """A bar: what it is of, and its parts."""
+    """A bar: what it is of, its parts, and a limit that they should stay under."""
 
     label: str
     parts: Mapping[str, float]
+    limit: float | None = None
 
 
-def page(told: Planned, held: Sequence[Mapping[str, float]]) -> str:
-    """HTML. `held`: bytes by part on each pipeline rank of the chosen plan."""
+def page(told: Planned, held: Sequence[Mapping[str, float]], limits: Sequence[float]) -> str:
+    """HTML. `held`: bytes by part on each pipeline rank of the chosen plan; `limits`: those of its device."""
     done = told.searched
     chosen = done.chosen or done.candidates[0]
     title = f"{done.subject.workload.arch.name} on {done.subject.cluster.name}"
-    limit = chosen.estimate.memory_limit_bytes
     plans = list(enumerate(done.candidates, 1))
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -63,12 +64,15 @@ def page(told: Planned, held: Sequence[Mapping[str, float]]) -> str:
         "<h2>The best plans</h2>",
         _table(done, chosen),
         "<h2>Memory of the chosen plan, by stage of the pipeline</h2>",
-        bars(ranks(chosen.decision, held), format_bytes, limit),
+        bars(ranks(chosen.decision, held, limits), format_bytes),
         f'<p class="note">{escape(_how_held(chosen.decision, len(held)))}</p>',
         "<h2>The chosen plan's step, as time goes by</h2>",
         timeline(chosen),
         "<h2>Memory of the fullest rank, by plan</h2>",
-        bars([Stack(f"plan {at}", one.estimate.memory) for at, one in plans], format_bytes, limit),
+        bars(
+            [Stack(f"plan {at}", one.estimate.memory, one.estimate.memory_limit_bytes) for at, one in plans],
+            format_bytes,
+        ),
         "<h2>Where a step's time goes, by plan</h2>",
         bars([Stack(f"plan {at}", one.estimate.seconds) for at, one in plans], format_seconds),
         "<h2>All of it in words</h2>",
@@ -87,16 +91,17 @@ def _summary(chosen: Choice) -> str:
     return f"{format_seconds(estimate.step_seconds)} a step, {memory}"
 
 
-def ranks(decided: Decision, held: Sequence[Mapping[str, float]]) -> list[Stack]:
+def ranks(decided: Decision, held: Sequence[Mapping[str, float]], limits: Sequence[float]) -> list[Stack]:
     """A bar for each pipeline rank; of more than can be looked at every second, third or so, and the last."""
     every = range(0, len(held), -(-len(held) // MOST_RANKS))
-    return [Stack(rank_name(decided, rank), held[rank]) for rank in sorted({*every, len(held) - 1})]
+    shown = sorted({*every, len(held) - 1})
+    return [Stack(rank_name(decided, rank), held[rank], limits[rank]) for rank in shown]
 
 
 def rank_name(decided: Decision, rank: int) -> str:
     """A pipeline rank is its stage where it has one."""
     if decided.mesh.pp == 1:
-        return "every rank"
+        return "every rank" if decided.shares == "equal" else f"group {rank}"
     return f"{'stage' if decided.stages_per_rank == 1 else 'rank'} {rank}"
 
 
@@ -119,13 +124,13 @@ def _table(done: Searched, chosen: Choice) -> str:
     return "".join(lines) + f'</table></div><p class="note">{note}</p>'
 
 
-def bars(stacks: Sequence[Stack], said: planned.Said, limit: float | None = None) -> str:
-    """Horizontal bars of parts side by side, a legend, and a line at the limit."""
+def bars(stacks: Sequence[Stack], said: planned.Said) -> str:
+    """Horizontal bars of parts side by side, a legend, and a line at each bar's limit."""
     names = list(dict.fromkeys(part for stack in stacks for part in stack.parts))
     shown = [name for name in names if any(_visible(stack, name) for stack in stacks)]
     # A part has its colour whatever else is shown, so that pictures can be held side by side.
     colours = {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(names) if name in shown}
-    longest = max([sum(stack.parts.values()) for stack in stacks] + [limit or 0.0]) or 1.0
+    longest = max(max(sum(stack.parts.values()), stack.limit or 0.0) for stack in stacks) or 1.0
     left, high = 90, 24
     scale = (WIDTH - left - 90) / longest
     marks = []
@@ -139,11 +144,17 @@ def bars(stacks: Sequence[Stack], said: planned.Said, limit: float | None = None
             x += wide
         marks.append(f'<text x="{x + 6:.1f}" y="{y + 16}">{escape(said(sum(stack.parts.values())))}</text>')
     tall = len(stacks) * (high + 6)
-    if limit is not None:
+    limits = [(stack.limit, row) for row, stack in enumerate(stacks) if stack.limit is not None]
+    for limit, run in itertools.groupby(limits, key=lambda one: one[0]):
+        rows = [row for _, row in run]
+        at, top, bottom = left + limit * scale, rows[0] * (high + 6), (rows[-1] + 1) * (high + 6)
+        marks.append(
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{bottom}" stroke="#b00" stroke-dasharray="4 3"/>'
+        )
+    for limit in dict.fromkeys(limit for limit, _ in limits):
         at = left + limit * scale
-        marks.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{tall}" stroke="#b00" stroke-dasharray="4 3"/>')
         marks.append(f'<text x="{at:.1f}" y="{tall + 12}" text-anchor="middle">limit {escape(said(limit))}</text>')
-    legend, below = _legend({words(name): colour for name, colour in colours.items()}, tall + (26 if limit else 8))
+    legend, below = _legend({words(name): colour for name, colour in colours.items()}, tall + (26 if limits else 8))
     return _svg([*marks, legend], below)
 
 

@@ -76,6 +76,8 @@ def _degrees(plan: Plan) -> Overrides:
         return {}
     axes = {f"train.plan.{axis}": getattr(decision.mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "tp")}
     pipeline = {"train.plan.schedule": decision.schedule, "train.plan.stages_per_rank": decision.stages_per_rank}
+    if decision.stage_blocks != "even":
+        pipeline["train.plan.stage_blocks"] = str(list(decision.stage_blocks))
     return {**axes, "train.plan.zero": decision.zero, **(pipeline if decision.mesh.pp > 1 else {})}
 
 

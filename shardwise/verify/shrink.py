@@ -75,6 +75,7 @@ def _decision(decision: Decision, mesh: MeshShape, precision: Literal["fp64", "f
     return msgspec.structs.replace(
         decision,
         mesh=mesh,
+        stage_blocks=_stage_blocks(decision, mesh),
         global_batch=global_batch,
         micro_batch=2,
         accumulation=accumulation,
@@ -82,6 +83,16 @@ def _decision(decision: Decision, mesh: MeshShape, precision: Literal["fp64", "f
         compile=decision.compile if compiled else "off",
         bucket_cap_mb="default" if decision.bucket_cap_mb == "default" else 1,
     )
+
+
+def _stage_blocks(decision: Decision, mesh: MeshShape) -> Literal["even"] | tuple[int, ...]:
+    """One block a stage, and the one more where the original's longest stage is."""
+    sizes = decision.stage_blocks
+    if sizes == "even" or max(sizes) == 1:
+        return "even"
+    stages = mesh.pp * decision.stages_per_rank
+    longest = sizes.index(max(sizes)) * stages // len(sizes)
+    return tuple(1 + (stage == longest) for stage in range(stages))
 
 
 def _arch(arch: Arch, plan: Plan, mesh: MeshShape) -> Arch:

@@ -150,7 +150,7 @@ class Run:
     """A module over the stages of the whole world, and what its micro-batches gave."""
 
     def __init__(
-        self, kind: str, schedule: str, stages_per_rank: int, blocks: int, tied: bool, sizes: list[int] | None = None
+        self, kind: str, schedule: str, stages_per_rank: int, blocks: int, tied: bool, sizes: Any = "even"
     ) -> None:
         self.kind, self.schedule = kind, schedule
         self.module, path = build(kind, blocks, tied)
@@ -202,7 +202,7 @@ class Run:
 
 def parity(
     *, kind: str, schedule: str, stages_per_rank: int = 1, blocks: int = 5, micros: int = 4, tied: bool = False,
-    sizes: list[int] | None = None, signature: bool = True, fault: str = "",
+    sizes: Any = "even", signature: bool = True, fault: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Two steps and an evaluation in between; gradients of the second."""
     whole, _ = build(kind, blocks, tied)

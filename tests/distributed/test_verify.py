@@ -39,7 +39,7 @@ def plan(mesh: str, zero: int = 0, *, factory: str | None = None, **more: object
 SPLITS = [
     pytest.param(plan("dp_shard3", 3), id="zero3"),
     pytest.param(plan("tp2"), id="tp"),
-    pytest.param(plan("pp2"), id="pp"),
+    pytest.param(plan("pp2", stage_blocks=(2, 4)), id="pp"),
     pytest.param(plan("pp2", schedule="zbv", stages_per_rank=2), id="zbv"),
     pytest.param(plan("dp_replicate3"), id="zero0", marks=nightly),
     pytest.param(plan("dp_replicate2 dp_shard2", 2, recompute="full"), id="hybrid-recompute", marks=nightly),

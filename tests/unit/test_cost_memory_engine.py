@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shardwise.cost.candidates import RECOMPUTE, SCHEDULES, Candidates
-from shardwise.cost.memory import memory
+from shardwise.cost.memory import by_rank, memory
 from shardwise.cost.workload import SHARDWISE_FP32, SHARDWISE_MIXED, Workload
 from shardwise.verify.dry_run import dry_run
 from tests.unit.test_dry_run import made
@@ -100,3 +100,26 @@ def test_predicted_bytes_are_those_of_the_dry_run(name: str) -> None:
     for category, (mine, there) in pairs.items():
         known = HIDDEN_TENSORS * hidden if category == "communication" and decided.stages_per_rank > 1 else 0
         assert abs(mine[0] - there) <= WITHIN_CATEGORY * there + known, category
+
+
+def test_predicted_bytes_of_uneven_stages_are_those_of_the_dry_run_rank_by_rank() -> None:
+    """As plan/uneven.py asks: a rank of a pipeline all of whose ranks had as many blocks."""
+    sizes = (6, 2)
+    plan = made({"pp": 2}, 0, SHAPE, precision="bf16", **PIPELINE)
+    data = msgspec.structs.replace(plan.recipe.data, sequence_length=LENGTH)
+    decided = msgspec.structs.replace(plan.decision, stage_blocks=sizes)
+    plan = msgspec.structs.replace(plan, recipe=msgspec.structs.replace(plan.recipe, data=data), decision=decided)
+    found = dry_run(plan)
+    assert found.passed, found.violations
+    assert plan.arch is not None
+    stack = msgspec.structs.replace(SHARDWISE_MIXED, kernels="composed")
+    candidate = Candidates.of(
+        pp=2, micro_batch=decided.micro_batch, accumulation=decided.accumulation,
+        schedule=SCHEDULES.index(decided.schedule),
+    )  # fmt: skip
+    assert len(found.ranks) == 2
+    for rank, run in enumerate(found.ranks):
+        arch = msgspec.structs.replace(plan.arch, num_layers=2 * sizes[rank])
+        workload = Workload(arch, LENGTH, decided.global_batch, decided.precision, stack)
+        predicted = by_rank(workload, plan.cluster, candidate).logical[rank]
+        assert predicted == pytest.approx(run.peak.live.total, rel=WITHIN), rank

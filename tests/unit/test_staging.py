@@ -192,10 +192,10 @@ def test_the_whole_module_cannot_be_called_any_more() -> None:
 @pytest.mark.parametrize(
     ("blocks", "stages", "sizes", "says"),
     [
-        (lambda m: list(m.blocks), 4, None, "3 blocks, and the pipeline 4 stages"),
-        (lambda m: [], 2, None, "0 blocks"),
+        (lambda m: list(m.blocks), 4, "even", "3 blocks, and the pipeline 4 stages"),
+        (lambda m: [], 2, "even", "0 blocks"),
         (lambda m: list(m.blocks), 2, (1, 1), "do not share 3 blocks"),
-        (lambda m: [m.blocks[1], m.blocks[0], m.blocks[2]], 2, None, "children of one container"),
+        (lambda m: [m.blocks[1], m.blocks[0], m.blocks[2]], 2, "even", "children of one container"),
     ],
 )
 def test_bad_blocks_are_refused_before_anything_changes(
