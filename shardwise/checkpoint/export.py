@@ -1,4 +1,5 @@
-"""A checkpoint's weights out again: a folder of a Hugging Face model, as from_pretrained loads it. No torch.
+"""A checkpoint's weights out again: a folder of a Hugging Face model, as from_pretrained loads it; of one with
+adapters, those alone as peft loads them, or merged into the weights. No torch.
 
 The checkpoint may come from any split: its tensors are logical ones. They are read one by one, each against its digest,
 and host memory holds the largest of them twice at most.
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.checkpoint.adapters import Adapter, adapters_of, alone, config_of, is_adapter, merged_values, without
 from shardwise.checkpoint.compare import values_of
 from shardwise.checkpoint.files import ITEM_BYTES, Content, file_order, header
 from shardwise.checkpoint.manifest import Manifest, TensorEntry, read_manifest
@@ -41,29 +43,58 @@ class Exported(NamedTuple):
     dtype: str
 
 
+class Piece(NamedTuple):
+    """A tensor that is written: what is stored of it, and what is added."""
+
+    entry: TensorEntry
+    adapter: Adapter | None = None
+
+
 def export(
-    store: Store, folder: str, out: Path, like: Path, *, dtype: Dtype = "saved", file_bytes: int = FILE_BYTES
+    store: Store,
+    folder: str,
+    out: Path,
+    like: Path,
+    *,
+    dtype: Dtype = "saved",
+    file_bytes: int = FILE_BYTES,
+    merged: bool = False,
 ) -> Exported:
     """Write the weights of one checkpoint into `out`, with config, tokenizer and templates of the folder `like`.
 
-    `out` appears whole or not at all. Raises: CheckpointError, Damaged, OSError.
+    Of a model that was trained with adapters, the adapters alone, or `merged`: all weights with them added. `out`
+    appears whole or not at all. Raises: CheckpointError, Damaged, OSError.
     """
     _require_new(out)
     config = _config(like)
     manifest = read_manifest(store, folder)
     weights = _weights(manifest)
+    adapters = adapters_of(manifest, weights, config)
+    if merged and not adapters:
+        raise CheckpointError(f"{folder} has no adapters to merge.", fix="leave --merged out")
+    if adapters and not merged:
+        pieces = {alone(name): Piece(entry) for name, entry in weights.items() if is_adapter(name)}
+    else:
+        pieces = {
+            without(name): Piece(entry, adapters.get(name)) for name, entry in weights.items() if not is_adapter(name)
+        }
+    stem = "adapter_model" if adapters and not merged else "model"
     beside = out.with_name(f".{out.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
-        files = list(_written(store, folder, weights, beside, dtype, file_bytes))
-        spelled = _spelled(weights, dtype)
-        _beside_weights(like, beside, config, spelled)
+        files = list(_written(store, folder, pieces, beside, dtype, file_bytes, stem))
+        spelled = _spelled(pieces, dtype)
+        if stem == "adapter_model":
+            body = msgspec.json.encode(config_of(manifest, weights, str(like), config))
+            (beside / "adapter_config.json").write_bytes(msgspec.json.format(body, indent=2))
+        else:
+            _beside_weights(like, beside, config, spelled)
         beside.rename(out)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    return Exported(out, len(files), len(weights), sum(files), spelled)
+    return Exported(out, len(files), len(pieces), sum(files), spelled)
 
 
 def _require_new(out: Path) -> None:
@@ -98,18 +129,19 @@ def _weights(manifest: Manifest) -> dict[str, TensorEntry]:
 
 
 def _written(
-    store: Store, folder: str, weights: Mapping[str, TensorEntry], out: Path, dtype: Dtype, most: int
+    store: Store, folder: str, pieces: Mapping[str, Piece], out: Path, dtype: Dtype, most: int, stem: str
 ) -> Iterator[int]:
     """Write file after file, in the order of names, and their index; yields the bytes of each."""
-    groups = list(_in_files(weights, dtype, most))
+    # peft reads adapters from one file.
+    groups = list(_in_files(pieces, dtype, most)) if stem == "model" else [sorted(pieces)]
     names = (
-        ["model.safetensors"]
+        [f"{stem}.safetensors"]
         if len(groups) == 1
-        else [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+        else [f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     )
     total = 0
     for name, group in zip(names, groups, strict=True):
-        contents = file_order([_content(store, folder, one, weights[one], dtype) for one in group])
+        contents = file_order([_content(store, folder, one, pieces[one], dtype) for one in group])
         with (out / name).open("wb") as file:
             # transformers asks which framework wrote a file.
             file.write(header(contents, {"format": "pt"}))
@@ -124,11 +156,11 @@ def _written(
         (out / "model.safetensors.index.json").write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2))
 
 
-def _in_files(weights: Mapping[str, TensorEntry], dtype: Dtype, most: int) -> Iterator[list[str]]:
+def _in_files(pieces: Mapping[str, Piece], dtype: Dtype, most: int) -> Iterator[list[str]]:
     group: list[str] = []
     size = 0
-    for name in sorted(weights):
-        entry = weights[name]
+    for name in sorted(pieces):
+        entry = pieces[name].entry
         more = ITEM_BYTES[_stored_as(entry, dtype)] * int(np.prod(entry.shape, dtype=np.int64))
         if group and size + more > most:
             yield group
@@ -138,11 +170,14 @@ def _in_files(weights: Mapping[str, TensorEntry], dtype: Dtype, most: int) -> It
     yield group
 
 
-def _content(store: Store, folder: str, name: str, entry: TensorEntry, dtype: Dtype) -> Content:
-    wanted = _stored_as(entry, dtype)
+def _content(store: Store, folder: str, name: str, piece: Piece, dtype: Dtype) -> Content:
+    entry, wanted = piece.entry, _stored_as(piece.entry, dtype)
 
     def load() -> memoryview:
         bits = values_of(store, folder, entry)
+        if piece.adapter is not None:
+            both = (values_of(store, folder, one) for one in (piece.adapter.a, piece.adapter.b))
+            bits = merged_values(name, piece.adapter, entry, bits, *both)
         made = converted(bits, entry.dtype, wanted)
         if made is not bits:
             _require_in_range(name, bits, entry.dtype, made, wanted)
@@ -188,8 +223,8 @@ def _require_in_range(name: str, bits: npt.NDArray[Any], held: str, made: npt.ND
 _NUMPY: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
-def _spelled(weights: Mapping[str, TensorEntry], dtype: Dtype) -> str:
-    floats = [kind for entry in weights.values() if (kind := _stored_as(entry, dtype)) in _SPELLED]
+def _spelled(pieces: Mapping[str, Piece], dtype: Dtype) -> str:
+    floats = [kind for piece in pieces.values() if (kind := _stored_as(piece.entry, dtype)) in _SPELLED]
     return _SPELLED[max(floats, key=lambda one: ITEM_BYTES[one], default="F32")]
 
 

@@ -128,11 +128,12 @@ def _one(target: str) -> tuple[Store, str]:
     return place.store, folder
 
 
-def exported(target: str, out: str, like: str | None, dtype: Dtype, as_json: bool) -> int:
-    """A checkpoint's weights as a folder that from_pretrained loads."""
+def exported(target: str, out: str, like: str | None, dtype: Dtype, merged: bool, as_json: bool) -> int:
+    """A checkpoint's weights, or its adapters, as a folder that from_pretrained loads."""
     with told():
         store, folder = _one(target)
-        found = export(store, folder, Path(out), Path(like) if like else _trained_from(store, folder), dtype=dtype)
+        trained_from = Path(like) if like else _trained_from(store, folder)
+        found = export(store, folder, Path(out), trained_from, dtype=dtype, merged=merged)
     print(report.exported_json(found) if as_json else report.exported(folder, found))
     return EXIT_DONE
 

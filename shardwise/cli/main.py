@@ -231,12 +231,16 @@ def export(
     dtype: Annotated[
         Literal["saved", "fp32", "bf16", "fp16"], typer.Option("--dtype", help="Of the weights.")
     ] = "saved",
+    merged: Annotated[bool, typer.Option("--merged", help="Adapters added to the weights, in place of alone.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint's weights, saved under any split, as a folder that Hugging Face's from_pretrained loads."""
+    """Write a checkpoint's weights, saved under any split, as a folder that Hugging Face's from_pretrained loads.
+
+    Of a model that was trained with adapters, the adapters alone, as peft loads them.
+    """
     from shardwise.cli import checkpoints as verb
 
-    reported(lambda: verb.exported(target, out, like, dtype, as_json), as_json)
+    reported(lambda: verb.exported(target, out, like, dtype, merged, as_json), as_json)
 
 
 @checkpoints.command(epilog="Example: shardwise checkpoints prune runs/quickstart --keep 2 --dry-run")

@@ -19,7 +19,6 @@ PositiveNumber = Annotated[float, msgspec.Meta(gt=0.0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 DEVICES = "^(auto|[1-9][0-9]*:[1-9][0-9]*)$"
 Role = Literal["column", "row", "embedding", "head", "replicated"]
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv", "dualpipev"]
 
 
@@ -37,11 +36,14 @@ class PresetByDevice(Value, frozen=True):
 class LoraSpec(Value, frozen=True):
     """Low-rank adapters beside `targets` of every block; the weights themselves, of `base_bits` each, stay as they are.
 
-    Source of the default targets: Hu et al., arXiv 2106.09685, section 7.1.
+    targets: names of layers; "auto": those of queries and values, or the one layer that holds them. alpha: the
+    adapter's share is alpha / rank of its product; "auto": twice the rank. Source: Hu et al., arXiv 2106.09685.
     """
 
     rank: Positive
-    targets: tuple[Projection, ...] = ("q_proj", "v_proj")
+    targets: Literal["auto"] | tuple[str, ...] = "auto"
+    alpha: Literal["auto"] | PositiveNumber = "auto"
+    dropout: Fraction = 0.0
     base_bits: Literal[4, 8, 16] = 16
 
 

@@ -66,6 +66,21 @@ def fill_normal_(tensor: torch.Tensor, *, seed: int, name: str, std: float, mean
 
     Raises: ModelError for a layout other than replicas and shards cut by torch.chunk's rule.
     """
+
+    def draw(first: int, count: int) -> Floats:
+        values = normal_values(seed, name, first, count, std)
+        return values + np.float32(mean) if mean else values
+
+    _fill(tensor, name, draw)
+
+
+@torch.no_grad()
+def fill_uniform_(tensor: torch.Tensor, *, seed: int, name: str, bound: float) -> None:
+    """As fill_normal_, with uniform values of [-bound, bound)."""
+    _fill(tensor, name, lambda first, count: uniform_values(seed, name, first, count, -bound, bound))
+
+
+def _fill(tensor: torch.Tensor, name: str, draw: Callable[[int, int], Floats]) -> None:
     whole = tuple(tensor.shape)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     held = held_region_of(name, tensor)
@@ -73,9 +88,7 @@ def fill_normal_(tensor: torch.Tensor, *, seed: int, name: str, std: float, mean
         return
     row = int(np.prod(whole[1:], dtype=np.int64))
     first, rows_held = (held.offsets[0], held.shape[0]) if whole else (0, 1)
-    rows = normal_values(seed, name, first * row, rows_held * row, std)
-    if mean:
-        rows += np.float32(mean)
+    rows = draw(first * row, rows_held * row)
     # [rows * row] -> [rows, ...]; shards of later dims are cut from whole rows.
     kept = regions.inside(held, regions.whole(whole))[1:]
     block = rows.reshape(rows_held, *whole[1:])[(slice(None), *kept)]

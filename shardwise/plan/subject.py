@@ -7,6 +7,7 @@ import msgspec
 
 from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES
 from shardwise.cost.workload import OURS, SHARDWISE_FP32, SHARDWISE_MIXED, Stack, Trainable, Workload
+from shardwise.errors import RecipeError
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.arch.names import trained_share
 from shardwise.inputs.hardware import Cluster, NodeGroup
@@ -80,7 +81,14 @@ def trainable_of(recipe: Recipe, arch: Arch) -> Trainable:
         return Trainable()
     if asked.lora is None:
         return Trainable("frozen", share=trained_share(arch, asked.frozen))
-    targets = tuple(PROJECTIONS[target] for target in asked.lora.targets)
+    names = ("q_proj", "v_proj") if asked.lora.targets == "auto" else asked.lora.targets
+    if unknown := [name for name in names if name not in PROJECTIONS]:
+        raise RecipeError(
+            f"model.trainable.lora.targets: {unknown[0]!r} is no layer that a plan can count.",
+            why=f"of a block it knows {', '.join(PROJECTIONS)}",
+            fix='targets = "auto", or some of these',
+        )
+    targets = tuple(PROJECTIONS[name] for name in names)
     return Trainable("lora", rank=asked.lora.rank, targets=targets, base_bytes=asked.lora.base_bits / 8)
 
 
