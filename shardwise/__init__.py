@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.checkpointer import Checkpointer as Checkpointer
     from shardwise.checkpoint.completeness import not_kept as not_kept
     from shardwise.data.batches import Batches as Batches
+    from shardwise.data.chat_data import ChatData as ChatData
     from shardwise.data.mixture import Mixture as Mixture
     from shardwise.data.stream import Stream as Stream
     from shardwise.data.tokens import TokenData as TokenData
@@ -48,7 +49,8 @@ _HOME = {
     # what the user hands over
     "Recipe": "inputs.recipe", "PlanRequest": "inputs.recipe", "CheckpointPolicy": "inputs.recipe", "Plan": "plan.plan",
     # data
-    "Batches": "data.batches", "TokenData": "data.tokens", "Mixture": "data.mixture", "Stream": "data.stream",
+    "Batches": "data.batches", "TokenData": "data.tokens", "ChatData": "data.chat_data",
+    "Mixture": "data.mixture", "Stream": "data.stream",
     # the Trainer
     "Trainer": "train.trainer", "Step": "train.trainer", "Loss": "train.loss", "mean_per_sample": "train.loss",
     "next_token_loss": "train.setup",

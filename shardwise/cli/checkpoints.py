@@ -17,6 +17,7 @@ from shardwise.checkpoint.retention import Retained, look, retain, step_of
 from shardwise.checkpoint.store import LocalStore, Piece, Store
 from shardwise.data.ledger import kept_in, prove
 from shardwise.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RecipeError
+from shardwise.inputs import hub
 from shardwise.inputs.recipe import CheckpointPolicy
 from shardwise.inputs.store_url import is_url, redacted, require_plain
 from shardwise.launch import run_folder
@@ -141,9 +142,12 @@ def exported(target: str, out: str, like: str | None, dtype: Dtype, merged: bool
 def _trained_from(store: Store, folder: str) -> Path:
     """The folder that the run's model came from. Raises: RecipeError where none is on this machine."""
     plan = read_manifest(store, folder).plan or {}
-    named = str(plan.get("recipe", {}).get("model", {}).get("given") or "").removeprefix("hf:")
+    model = plan.get("recipe", {}).get("model", {})
+    named = str(model.get("hf") or model.get("given") or "").removeprefix(hub.PREFIX)
     if named and Path(named, "config.json").is_file():
         return Path(named)
+    if model.get("hf"):
+        return hub.find(named, weights=False)
     raise RecipeError(
         f"{folder} does not say which folder its model came from."
         if not named

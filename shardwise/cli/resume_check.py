@@ -18,7 +18,7 @@ from shardwise.checkpoint.retention import Committed, look
 from shardwise.checkpoint.store import LocalStore, Store
 from shardwise.cli.checkpoints import Place, find, told
 from shardwise.cli.follow import follow
-from shardwise.data.token_file import prepare_recipe
+from shardwise.data.from_recipe import prepare_recipe
 from shardwise.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RecipeError
 from shardwise.events.reader import read
 from shardwise.events.values import AnyEvent
@@ -50,7 +50,7 @@ def resume_check(asked: Asked) -> int:
         return EXIT_DONE
     with tempfile.TemporaryDirectory(prefix=".resume-check-", dir=run) as scratch, told():
         _lay_out(place.store, span.first, plan.recipe, Path(scratch) / "run")
-        prepare_recipe(plan.recipe.data)
+        prepare_recipe(plan.recipe.data, hf=plan.recipe.model.hf)
         again = msgspec.structs.replace(plan, recipe=_quiet(plan.recipe, Path(scratch) / "run"))
         code = _replay(again, span.until, quiet_stdout=asked.as_json)
         if code != EXIT_DONE:

@@ -14,15 +14,16 @@ import msgspec
 from shardwise.cli import fork, hosting, nodes
 from shardwise.cli.attempts import Again, exit_of, supervised
 from shardwise.cli.follow import Followed, follow
-from shardwise.data.token_file import prepare_recipe
+from shardwise.data.from_recipe import prepare_recipe, require_tokenizer
 from shardwise.environment import in_pod, notice_seconds
 from shardwise.errors import EXIT_REQUEUE, PlanInfeasible, RecipeError
 from shardwise.events.reader import read
 from shardwise.events.values import AnyEvent, Evaluated, Saved, Step
+from shardwise.inputs import hub
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
 from shardwise.inputs.hardware import Cluster
-from shardwise.inputs.recipe import DataSpec, Recipe, device_span
+from shardwise.inputs.recipe import Recipe, device_span
 from shardwise.launch import address, before_ranks, local, run_folder
 from shardwise.launch.progress import Progress
 from shardwise.launch.supervise import Exit, Span, Stop, too_few, world_of
@@ -71,13 +72,16 @@ def train(asked: Asked) -> int:
         return _dry_run(made, asked.as_json)
     if (finished := _checked(asked, recipe, made_from)) is not None:
         return _say_finished(finished, asked.as_json)
-    _prepare(recipe.data)
+    _prepare(recipe)
     with _held(asked, recipe):
         return _run(made, asked.as_json)
 
 
 def _require(made: Plan) -> None:
-    """Hold a module of the user's against its plan. Raises: BadInput."""
+    """Hold the tokenizer against the model, and a module that is not ours against its plan. Raises: BadInput."""
+    model, arch = made.recipe.model, made.arch
+    rows = hub.vocabulary_of(hub.find(model.hf, weights=False)) if model.hf else arch.vocab_size if arch else None
+    require_tokenizer(made.recipe.data, model.hf, rows, model.hf or (arch.name if arch else ""))
     if not_tried := before_ranks.require_module(made):
         print(f"the module was not run in its parts: {not_tried}", file=sys.stderr)
 
@@ -117,7 +121,7 @@ def _on_several(asked: Asked, several: nodes.Several, recipe: Recipe, made_from:
     _require(task.plan(several.span.least))
     if not asked.fresh and (finished := _finished(recipe)) is not None:
         return _say_finished(finished, asked.as_json)
-    _prepare(recipe.data)
+    _prepare(recipe)
     listener = address.listen(where) if address.is_here(where[0]) else None
     if listener is None:
         return nodes.take_part(task, where)
@@ -196,7 +200,7 @@ def _dry_run(made: Plan, as_json: bool, several: nodes.Several | None = None) ->
     return 0
 
 
-def _prepare(spec: DataSpec) -> None:
+def _prepare(recipe: Recipe) -> None:
     """Turn the text into tokens, with a bar while there is something to do."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -205,9 +209,13 @@ def _prepare(spec: DataSpec) -> None:
     columns = (TextColumn("turning text into tokens"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("tokens", total=None, visible=False)
-        made = prepare_recipe(spec, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
-    tokens = sum(one.header.tokens for one in made)
-    print(f"data: {tokens:,} tokens of {', '.join(spec.text) or 'a mixture'}", file=sys.stderr)
+        made = prepare_recipe(
+            recipe.data,
+            lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+            recipe.model.hf,
+        )
+    tokens, said = sum(one.header.tokens for one in made), (*recipe.data.text, *recipe.data.chat)
+    print(f"data: {tokens:,} tokens of {', '.join(said) or 'a mixture'}", file=sys.stderr)
 
 
 class _Attempts:

@@ -37,7 +37,8 @@ def verify(asked: Asked) -> int:
         raise RecipeError(f"--half {asked.half} is none of dry, parity and both.", fix="--half both")
     plan = load(asked)
     require(plan, plan.decision.mesh.world)
-    before_ranks.require_module(plan)
+    if plan.recipe.model.hf is None:  # of one of Hugging Face the dry run builds what its config says, without weights
+        before_ranks.require_module(plan)
     if not asked.as_json:
         print(report.head(plan), flush=True)
     dry = _dry(plan) if asked.half != "parity" else None

@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from shardwise.data.batches import Batches, Collate
+from shardwise.data.chat_data import ChatData
+from shardwise.data.from_recipe import coding_of
 from shardwise.data.loader import Ordered
 from shardwise.data.order import Ints, Last, Permutation, sample_order, seed_of
-from shardwise.data.token_file import Progress, prepare
+from shardwise.data.token_file import Progress, prepare_as
+from shardwise.data.tokenize import Coding
 from shardwise.data.tokens import TokenData, as_batch
 from shardwise.errors import DataError
 from shardwise.inputs.recipe import DataSpec
@@ -152,18 +155,23 @@ class EachOnce(Mixture):
         return sample_order(positions, len(self), seed, shuffle)
 
 
-def recipe_data(spec: DataSpec, progress: Progress | None = None) -> tuple[Ordered, Ordered | None]:
-    """What a recipe's [data] says: the data for training, and the held-out part (None with valid_fraction =
-    0).
+def recipe_data(
+    spec: DataSpec, progress: Progress | None = None, *, hf: str | None = None, group: int = 64
+) -> tuple[Ordered, Ordered | None]:
+    """What a recipe's [data] says: the data for training, and the held-out part (None with valid_fraction = 0).
 
+    hf: the recipe's model.hf, whose tokenizer "auto" means. group: samples of a batch, of similar lengths where they
+    differ.
     Raises: DataError.
     """
+    if spec.chat:
+        return _conversations(spec, coding_of(spec, hf), progress, group)
     lists = [(spec.text, 1.0)] if spec.text else [(source.text, source.weight) for source in spec.mixture]
     if not lists:
         raise DataError("[data] names no data.", fix='text = ["corpus/**/*.txt"], or mixture = [...]')
-    parts = []
+    parts, coding = [], coding_of(spec, hf)
     for text, weight in lists:
-        made = prepare(text, tokenizer=spec.tokenizer, text_key=spec.text_key, progress=progress)
+        made = prepare_as(coding, text, spec.text_key, progress)
         data = TokenData.of(made, sequence_length=spec.sequence_length, valid_fraction=spec.valid_fraction)
         parts.append((data, weight))
     if len(parts) == 1:
@@ -171,6 +179,16 @@ def recipe_data(spec: DataSpec, progress: Progress | None = None) -> tuple[Order
         return data, data.valid if data.has_valid else None
     valid = EachOnce([data.valid for data, _ in parts]) if spec.valid_fraction > 0 else None
     return Mixture(parts), valid
+
+
+def _conversations(
+    spec: DataSpec, coding: Coding, progress: Progress | None, group: int
+) -> tuple[Ordered, Ordered | None]:
+    data = ChatData.of(
+        prepare_as(coding, spec.chat, spec.messages_key, progress), sequence_length=spec.sequence_length,
+        packing=spec.packing, too_long=spec.too_long, valid_fraction=spec.valid_fraction, group=group,
+    )  # fmt: skip
+    return data, data.valid if data.has_valid else None
 
 
 def _as_it_is(sample: Any) -> Any:

@@ -20,11 +20,11 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from shardwise.data.coder import Tokenizer
 from shardwise.data.files import TextFile, find
-from shardwise.data.tokenize import UNIT_BYTES, Tokenizer, Work, encode_all, named, units
+from shardwise.data.tokenize import UNIT_BYTES, Coding, Work, encode_all, named, units
 from shardwise.environment import cache_folder, usable_cpus
 from shardwise.errors import DataError
-from shardwise.inputs.recipe import DataSpec
 from shardwise.units import format_bytes
 
 FORMAT = 1
@@ -68,14 +68,28 @@ def prepare(
 
     Raises: DataError.
     """
-    coder = named(tokenizer)
+    return prepare_as(Coding(tokenizer), text, text_key, progress, processes, cache)
+
+
+def prepare_as(
+    coding: Coding,
+    text: str | Sequence[str],
+    text_key: str,
+    progress: Progress | None = None,
+    processes: int = 0,
+    cache: Path | None = None,
+) -> TokenFile:
+    """The same of any coding. Raises: DataError."""
+    coder = named(coding, text_key)
     files = find(text)
+    if coding.chat:
+        _require_json_lines(files)
     root = (cache or cache_folder()) / "tokens"
     entry = root / "index" / _stat_digest(files, coder, text_key)
     known = _known(root, entry)
     if known is not None:
         return known
-    job = _Job(files, coder, text_key, _reported(progress, files), processes or usable_cpus())
+    job = _Job(files, coding, coder, text_key, _reported(progress, files), processes or usable_cpus())
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry):
@@ -86,22 +100,19 @@ def prepare(
 
 class _Job(msgspec.Struct, frozen=True):
     files: tuple[TextFile, ...]
+    coding: Coding
     tokenizer: Tokenizer
     text_key: str
     advance: Callable[[int], None]
     processes: int
 
 
-def prepare_recipe(spec: DataSpec, progress: Progress | None = None) -> tuple[TokenFile, ...]:
-    """The token file of each source of a recipe's [data], in order.
-
-    Raises: DataError, also where one is too short.
-    """
-    sources = [spec.text] if spec.text else [source.text for source in spec.mixture]
-    made = tuple(prepare(text, tokenizer=spec.tokenizer, text_key=spec.text_key, progress=progress) for text in sources)
-    for token_file in made:
-        split_samples(token_file.header.tokens, spec.sequence_length, spec.valid_fraction)
-    return made
+def _require_json_lines(files: Sequence[TextFile]) -> None:
+    other = next((file.path for file in files if file.kind != "json_lines"), None)
+    if other is not None:
+        raise DataError(
+            f"{other} is no file of JSON lines.", why="a conversation is a row of one", fix="name *.jsonl files"
+        )
 
 
 def split_samples(tokens: int, sequence_length: int, valid_fraction: float) -> tuple[int, int]:
@@ -208,11 +219,11 @@ def _make(folder: Path, digest: str, job: _Job) -> TokenFile:
 
 
 def _write_tokens(path: Path, digest: str, job: _Job) -> Header:
-    work = tuple(units(job.files))
+    work = tuple(units(job.files, cuts_anywhere=job.tokenizer.cuts_anywhere))
     total = sum(file.size for file in job.files)
     processes = job.processes if total > 2 * UNIT_BYTES else 1  # below that, starting them takes longer
     tokens = documents = 0
-    encoding = encode_all(Work(job.tokenizer.name, job.text_key, work), processes)
+    encoding = encode_all(Work(job.coding, job.text_key, work), processes)
     with open(path, "wb") as out, contextlib.closing(encoding):
         for encoded in encoding:
             out.write(encoded.tokens.data)

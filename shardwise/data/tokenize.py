@@ -9,44 +9,64 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.data.coder import BadRow, Tokenizer, of_bytes
 from shardwise.data.files import TextFile
 from shardwise.data.order import seed_of
 from shardwise.environment import child_environment
 from shardwise.errors import DataError
+from shardwise.inputs import hub
+from shardwise.units import format_bytes
 
 UNIT_BYTES = 4 * 2**20
 _REPLY = struct.Struct("<BQQQ")
 
 
-class Tokenizer(NamedTuple):
-    """`encode` gives the tokens of a document; `separator` is the token after each document."""
-
-    name: str
-    vocab_size: int
-    separator: int
-    encode: Callable[[bytes], NDArray[np.unsignedinteger]]
-
-    @property
-    def dtype(self) -> str:
-        return "uint16" if self.vocab_size <= 2**16 else "uint32"
+# A document that a model's own tokenizer takes as a whole: about a hundred bytes of memory go to each of its tokens.
+LARGEST_DOCUMENT = 64 * 2**20
 
 
-def named(name: str) -> Tokenizer:
-    """`bytes`: the 256 byte values, and 256 after each document. Raises: DataError on another name."""
-    if name == "bytes":
-        return Tokenizer("bytes", 257, 256, lambda raw: np.frombuffer(raw, dtype=np.uint8))
+class Coding(msgspec.Struct, frozen=True):
+    """What a tokenizer is made of, in this process or another: "bytes" or a folder; of chats also their template."""
+
+    source: str = "bytes"
+    chat: bool = False
+    template: str = ""
+
+
+def source_of(tokenizer: str, hf: str | None) -> str:
+    """`data.tokenizer` with "auto" resolved: the folder of the model that it trains, else bytes. Raises: ModelError."""
+    if tokenizer != "auto":
+        return tokenizer
+    return "bytes" if hf is None else str(hub.find(hf, weights=False))
+
+
+def named(coding: Coding, text_key: str = "messages") -> Tokenizer:
+    """`bytes`, or the tokenizer of a folder; of chats one that takes whole rows, whose messages are at `text_key`.
+
+    Raises: DataError on another name.
+    """
+    if coding.chat:
+        from shardwise.data import chat
+
+        return chat.tokenizer(coding.source, coding.template, text_key)
+    if coding.source == "bytes":
+        return of_bytes()
+    if Path(coding.source).is_dir():
+        from shardwise.data import tokenizer_json
+
+        return tokenizer_json.of_folder(coding.source)
     raise DataError(
-        f"tokenizer = {name!r} is not built yet.",
-        why="this version turns text into bytes only",
-        fix='tokenizer = "bytes"',
+        f'tokenizer = {coding.source!r} is neither "bytes" nor a folder.',
+        why="a model's own tokenizer is read from the tokenizer.json in its folder",
+        fix='tokenizer = "bytes", "auto" beside model.hf, or a folder with a tokenizer.json',
     )
 
 
@@ -69,16 +89,17 @@ class Encoded(NamedTuple):
     source_bytes: int
 
 
-def units(files: Sequence[TextFile], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+def units(files: Sequence[TextFile], unit_bytes: int = UNIT_BYTES, *, cuts_anywhere: bool = True) -> list[Unit]:
     """The work, in the order of the token file: documents by a hash of their key, so that its tail is a fair
     sample.
 
-    A text file is one document. JSON lines are taken in chunks of `unit_bytes`; chunks, and the lines in
-    each, are ordered by hash as well.
+    A text file is one document, and cut into pieces only where `cuts_anywhere`. JSON lines are taken in chunks of
+    `unit_bytes`; chunks, and the lines in each, are ordered by hash as well.
     """
     chunks: list[tuple[int, str, list[Piece]]] = []
     for file in files:
-        pieces = [Piece(file, at, min(at + unit_bytes, file.size)) for at in range(0, file.size, unit_bytes)]
+        step = unit_bytes if cuts_anywhere or file.kind == "json_lines" else max(file.size, 1)
+        pieces = [Piece(file, at, min(at + step, file.size)) for at in range(0, file.size, step)]
         if file.kind == "text":
             chunks.append((seed_of("document", file.key), file.key, pieces))
         else:
@@ -103,16 +124,32 @@ def encode_unit(unit: Unit, tokenizer: Tokenizer, text_key: str) -> Encoded:
     documents = 0
     for piece in unit:
         try:
-            texts = _lines(piece, text_key) if piece.file.kind == "json_lines" else [_bytes(piece)]
+            found = _rows(piece, tokenizer, text_key) if piece.file.kind == "json_lines" else [_text(piece, tokenizer)]
         except OSError as error:
             raise DataError(f"{piece.file.path} cannot be read.", why=error.strerror or str(error)) from error
-        for text in texts:
-            parts.append(tokenizer.encode(text).astype(tokenizer.dtype))
+        for tokens in found:
+            parts.append(tokens.astype(tokenizer.dtype))
             if piece.file.kind == "json_lines" or piece.stop == piece.file.size:
                 parts.append(separator)
                 documents += 1
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype=tokenizer.dtype)
     return Encoded(tokens, documents, sum(piece.stop - piece.start for piece in unit))
+
+
+def _text(piece: Piece, tokenizer: Tokenizer) -> NDArray[np.unsignedinteger]:
+    if not tokenizer.cuts_anywhere and piece.stop - piece.start > LARGEST_DOCUMENT:
+        raise DataError(
+            f"{piece.file.path} is one document of {format_bytes(piece.stop - piece.start)}.",
+            why=f"a model's own tokenizer takes a document as a whole, of at most {format_bytes(LARGEST_DOCUMENT)}: "
+            "pieces of it would have other tokens",
+            fix="JSON lines (.jsonl), a document a line, or several files",
+        )
+    try:
+        return tokenizer.encode(_bytes(piece))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{piece.file.path} is no text in UTF-8.", why=str(error), fix='leave it out, or tokenizer = "bytes"'
+        ) from error
 
 
 def _bytes(piece: Piece) -> bytes:
@@ -121,9 +158,9 @@ def _bytes(piece: Piece) -> bytes:
         return file.read(piece.stop - piece.start)
 
 
-def _lines(piece: Piece, text_key: str) -> list[bytes]:
-    """The texts of the lines that start in the piece, in the order of a hash of their place."""
-    found: list[tuple[int, bytes]] = []
+def _rows(piece: Piece, tokenizer: Tokenizer, text_key: str) -> list[NDArray[np.unsignedinteger]]:
+    """The tokens of the lines that start in the piece, in the order of a hash of their place."""
+    found: list[tuple[int, NDArray[np.unsignedinteger]]] = []
     with open(piece.file.path, "rb") as file:
         file.seek(max(piece.start - 1, 0))
         if piece.start > 0:
@@ -131,33 +168,44 @@ def _lines(piece: Piece, text_key: str) -> list[bytes]:
         at = file.tell()
         while at < piece.stop and (line := file.readline()):
             if line.strip():
-                found.append((at, _text(line, piece.file.path, at, text_key)))
+                found.append((at, _row(line, piece.file.path, at, tokenizer, text_key)))
             at += len(line)
     found.sort(key=lambda item: seed_of("document", piece.file.key, item[0]))
-    return [text for _, text in found]
+    return [tokens for _, tokens in found]
 
 
-def _text(line: bytes, path: str, at: int, text_key: str) -> bytes:
-    why = ""
+def _row(line: bytes, path: str, at: int, tokenizer: Tokenizer, text_key: str) -> NDArray[np.unsignedinteger]:
+    """Raises: DataError that names the line."""
+    wanted = "text" if tokenizer.row is None else "conversation"
+    try:
+        value = _object(line)
+        return tokenizer.row(value) if tokenizer.row is not None else tokenizer.encode(_text_of(value, text_key))
+    except UnicodeDecodeError as error:
+        why, fix = f"its text is not UTF-8: {error}", "mend the line"
+    except BadRow as error:
+        why, fix = error.why, error.fix
+    raise DataError(f"{path}, line {_line_number(path, at)} has no {wanted}.", why=why, fix=fix)
+
+
+def _object(line: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = f"it is not JSON: {error}"
-    else:
-        if not isinstance(value, dict):
-            why = f"it holds a {type(value).__name__}, not an object"
-        elif not isinstance(value.get(text_key), str):
-            held = ", ".join(sorted(value)[:8]) or "none"
-            kind = type(value[text_key]).__name__ if text_key in value else "missing"
-            why = f"text_key = {text_key!r} is {kind if kind == 'missing' else f'a {kind}'}; its keys: {held}"
-        else:
-            return str(value[text_key]).encode("utf-8", "surrogatepass")
-    number = _line_number(path, at)
-    raise DataError(
-        f"{path}, line {number} has no text.",
-        why=why,
-        fix="set text_key to the key that holds the text, or mend the line",
-    )
+        raise BadRow(f"it is not JSON: {error}", "mend the line") from error
+    if not isinstance(value, dict):
+        raise BadRow(f"it holds a {type(value).__name__}, not an object", "mend the line")
+    return value
+
+
+def _text_of(value: dict[str, Any], text_key: str) -> bytes:
+    if not isinstance(value.get(text_key), str):
+        held = ", ".join(sorted(value)[:8]) or "none"
+        kind = type(value[text_key]).__name__ if text_key in value else "missing"
+        raise BadRow(
+            f"text_key = {text_key!r} is {kind if kind == 'missing' else f'a {kind}'}; its keys: {held}",
+            "set text_key to the key that holds the text, or mend the line",
+        )
+    return str(value[text_key]).encode("utf-8", "surrogatepass")
 
 
 def _line_number(path: str, at: int) -> int:
@@ -172,7 +220,7 @@ def _line_number(path: str, at: int) -> int:
 class Work(msgspec.Struct, frozen=True):
     """What a child is told."""
 
-    tokenizer: str
+    tokenizer: Coding
     text_key: str
     units: tuple[Unit, ...]
 
@@ -189,19 +237,20 @@ def encode_all(work: Work, processes: int) -> Generator[Encoded, None, None]:
     Closing the iterator ends the children. Raises: DataError.
     """
     processes = min(processes, len(work.units))
-    if processes < 2:
+    # Templates are rendered by transformers, which takes seconds and much memory to come in: never in this process.
+    if processes < 2 and not work.tokenizer.chat:
         tokenizer = named(work.tokenizer)
         for unit in work.units:
             yield encode_unit(unit, tokenizer, work.text_key)
         return
     children: list[subprocess.Popen[bytes]] = []
     try:
-        for child in range(processes):  # unit i is the work of child i % processes
-            share = Work(work.tokenizer, work.text_key, work.units[child::processes])
+        for child in range(max(processes, 1)):  # unit i is the work of child i % their number
+            share = Work(work.tokenizer, work.text_key, work.units[child :: max(processes, 1)])
             children.append(_start(share))
-        dtype = named(work.tokenizer).dtype
+        dtype = named(work.tokenizer, work.text_key).dtype
         for at in range(len(work.units)):
-            yield _receive(children[at % processes], dtype)
+            yield _receive(children[at % len(children)], dtype)
     finally:
         for process in children:
             process.kill()
@@ -217,7 +266,7 @@ def _start(work: Work) -> "subprocess.Popen[bytes]":
         [sys.executable, "-P", "-c", program],  # -P: a json.py in the user's folder must not be imported
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=child_environment({"OMP_NUM_THREADS": "1"}),
+        env=child_environment({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}),
     )
     if process.stdin is not None:
         try:
@@ -258,9 +307,9 @@ def child() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
     with os.fdopen(os.dup(0), "rb") as source:
         work = msgspec.json.decode(source.read(), type=Work)
-    tokenizer = named(work.tokenizer)
     with os.fdopen(os.dup(1), "wb") as out:
         try:
+            tokenizer = named(work.tokenizer, work.text_key)
             for unit in work.units:
                 encoded = encode_unit(unit, tokenizer, work.text_key)
                 _reply(out, 0, encoded.tokens.tobytes(), encoded.documents, encoded.source_bytes)

@@ -89,18 +89,28 @@ SHAPE_ALONE = "not given"
 
 
 class DataSpec(Value, frozen=True):
-    """Exactly one of text, mixture; `given` is set by a Trainer that was handed a data object.
+    """Exactly one of text, mixture, chat; `given` is set by a Trainer that was handed a data object.
 
-    one_length: set there too, where every sample of it has `sequence_length` tokens.
+    tokenizer: "bytes", the folder of one, or "auto": the own one of model.hf, bytes for any other model.
+    chat: JSON lines with a conversation each, its messages at `messages_key`, which the tokenizer's template (or the
+    file `chat_template`) turns into text; the assistant's turns are learned. Of those with more tokens than
+    `sequence_length` there may be none, or they are left out, or cut at the end. packing: several conversations share a
+    row of `sequence_length` without seeing each other; else rows are as long as the longest of a batch.
+    one_length: set with `given`, where every sample of it has `sequence_length` tokens.
     """
 
     text: tuple[str, ...] = ()
     mixture: tuple[Source, ...] = ()
+    chat: tuple[str, ...] = ()
     given: str | None = None
-    tokenizer: str = "bytes"
+    tokenizer: str = "auto"
     sequence_length: Positive = 256
     valid_fraction: Fraction = 0.01
     text_key: str = "text"
+    messages_key: str = "messages"
+    chat_template: str = ""
+    packing: bool = True
+    too_long: Literal["refuse", "leave_out", "cut"] = "refuse"
     workers: Literal["auto"] | NonNegative = "auto"
     one_length: bool = False
 
@@ -294,7 +304,7 @@ def require_complete(recipe: Recipe, where: str = "recipe") -> None:
         ),
         (
             "data",
-            {key: getattr(data, key) for key in ("text", "mixture", "given")},
+            {key: getattr(data, key) for key in ("text", "mixture", "chat", "given")},
             'text = ["stdlib:**/*.py"]',
         ),
         (
@@ -309,6 +319,12 @@ def require_complete(recipe: Recipe, where: str = "recipe") -> None:
             f"{where}: train.evaluate_every_steps = {train.evaluate_every_steps}, and there is nothing to evaluate on.",
             why="data.valid_fraction is 0",
             fix="data.valid_fraction = 0.01, or train.evaluate_every_steps = 0",
+        )
+    if data.chat and data.packing and model.hf is None:
+        raise RecipeError(
+            f"{where}: data.packing = true, and the model is none of Hugging Face.",
+            why="conversations that share a row are kept apart by positions, which other models do not go by",
+            fix="data.packing = false: rows are then padded to the longest of a batch",
         )
     if isinstance(model.trainable, TrainableSpec):
         parts: dict[str, object] = {"frozen": model.trainable.frozen, "lora": model.trainable.lora}

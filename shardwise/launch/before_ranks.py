@@ -26,11 +26,12 @@ class Answer(msgspec.Struct, frozen=True):
 def require_module(plan: Plan) -> str:
     """Hold the module of the recipe's factory against a plan that cuts it; why its forward was not tried, or empty.
 
-    A module that no plan cuts is left to the ranks, and our own decoder to plan/check.py: nothing is started then.
+    A module that no plan cuts is left to the ranks, and our own decoder to plan/check.py: nothing is started then. The
+    files of a model of Hugging Face are held against its config whatever the plan.
     Raises: ModelError, and what else building the module raises of ours.
     """
-    mesh = plan.decision.mesh
-    if plan.arch is not None or plan.recipe.model.factory is None or mesh.pp * mesh.tp == 1:
+    mesh, model = plan.decision.mesh, plan.recipe.model
+    if model.hf is None and (model.factory is None or mesh.pp * mesh.tp == 1):
         return ""
     with tempfile.TemporaryDirectory(prefix="shardwise-module-") as name:
         plan_file, answer_file = Path(name) / "plan.json", Path(name) / "answer.json"
@@ -41,7 +42,9 @@ def require_module(plan: Plan) -> str:
         )  # fmt: skip
         if not answer_file.exists():
             raise ModelError(
-                f"model.factory = {plan.recipe.model.factory!r} could not be built.",
+                f"model.hf = {model.hf!r} could not be built."
+                if model.hf is not None
+                else f"model.factory = {model.factory!r} could not be built.",
                 why=done.stderr.strip()[-2000:] or f"its process ended with {done.returncode}",
                 fix="correct what it raises; every rank would meet it",
             )

@@ -162,7 +162,7 @@ def _own_data(plan: Plan) -> bool:
 
 
 def vocabulary_holds_the_tokens(plan: Plan, world: int) -> Violation | None:
-    if plan.arch is None or _own_data(plan) or plan.arch.vocab_size >= 257:
+    if plan.arch is None or _own_data(plan) or not _takes_bytes(plan) or plan.arch.vocab_size >= 257:
         return None
     return Violation(
         rule="vocabulary_holds_the_tokens",
@@ -170,6 +170,11 @@ def vocabulary_holds_the_tokens(plan: Plan, world: int) -> Violation | None:
         why="256 bytes and a separator between documents",
         fix="vocab_size = 257 or more in the model's config",
     )
+
+
+def _takes_bytes(plan: Plan) -> bool:
+    tokenizer = plan.recipe.data.tokenizer
+    return tokenizer == "bytes" or (tokenizer == "auto" and plan.recipe.model.hf is None)
 
 
 def heads_divide(plan: Plan, world: int) -> Violation | None:
@@ -195,7 +200,7 @@ def sequence_divides(plan: Plan, world: int) -> Violation | None:
     """
     length, mesh, model = plan.recipe.data.sequence_length, plan.decision.mesh, plan.recipe.model
     asked = plan.sequence_parallel
-    split = plan.arch is not None and not model.roles if asked == "auto" else asked
+    split = plan.ours and not model.roles if asked == "auto" else asked
     if validity.positions_divide(length, mesh.pp, mesh.tp, split) or not plan.recipe.data.length_is_known:
         return None
     if heads_divide(plan, world) is not None:  # its fix takes another tp

@@ -41,7 +41,8 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Inputs, decision and reasons. `arch` is absent where the model is the user's own module.
+    """Inputs, decision and reasons. `arch` is absent where the model is the user's own module,
+    or of a kind of Hugging Face that is not known.
 
     `estimate` is absent where nothing was predicted: there is no Arch, or the rule of thumb decided.
     """
@@ -54,6 +55,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema_version: Literal[1] = 1
     shardwise_version: str = ""
     estimate: Estimate | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether `arch` is our own decoder's. Of a model of Hugging Face it is a shape to plan with, and no more."""
+        return self.arch is not None and self.recipe.model.hf is None
 
     @property
     def sequence_parallel(self) -> Literal["auto"] | bool:

@@ -1,5 +1,6 @@
 """What is planned, priced and written into a Plan, and not run by this engine yet: one rule each, with its fix."""
 
+from shardwise.inputs.arch import Arch
 from shardwise.inputs.recipe import PlanRequest
 from shardwise.plan.plan import Plan
 from shardwise.plan.violation import REPLAN, Rule, Violation
@@ -55,22 +56,24 @@ def shares_run(plan: Plan, world: int) -> Violation | None:
 
 
 def model_runs(plan: Plan, world: int) -> Violation | None:
-    problem = plan.arch.engine_problem() if plan.arch is not None else ""
-    if plan.recipe.model.hf is None and not problem:
+    problem = "" if plan.arch is None else engine_problem(plan.arch, plan.recipe.model.hf)
+    if not problem:
         return None
-    if plan.recipe.model.hf is None:
-        return Violation(
-            rule="model_runs",
-            what=f"{plan.arch.name if plan.arch else ''} is planned only: this engine does not build it yet.",
-            why=problem,
-            fix='model.preset = "llama-3-8b" or another Llama-style shape, or model.factory = "my.module:build"',
-        )
     return Violation(
         rule="model_runs",
-        what=f"model.hf = {plan.recipe.model.hf!r} is planned only: this engine does not build it yet.",
-        why="Hugging Face models are not part of the engine yet",
-        fix='model.preset = "decoder-2m", model.config = "config.json" or model.factory = "my.module:build"',
+        what=f"{plan.arch.name if plan.arch else ''} is planned only: this engine does not build it yet.",
+        why=problem,
+        fix='model.preset = "llama-3-8b" or another Llama-style shape, or model.factory = "my.module:build"'
+        if plan.ours
+        else 'a dense model for model.hf, or model.factory = "my.module:build"',
     )
+
+
+def engine_problem(arch: Arch, hf: str | None) -> str:
+    """Why this engine does not train a shape: as our own decoder, or as transformers' module; empty where it does."""
+    if hf is None:
+        return arch.engine_problem()
+    return "files hold experts one by one and modules hold them together, which is not built" if arch.experts else ""
 
 
 def trainable_runs(plan: Plan, world: int) -> Violation | None:

@@ -12,7 +12,7 @@ from shardwise.inputs.arch import Arch
 from shardwise.inputs.arch.names import trained_share
 from shardwise.inputs.hardware import Cluster, NodeGroup
 from shardwise.inputs.recipe import PlanRequest, Recipe
-from shardwise.plan import machines, rough_memory, rule_of_thumb, space
+from shardwise.plan import machines, planned_only, rough_memory, rule_of_thumb, space
 from shardwise.plan.space import Task
 from shardwise.units import MIB
 
@@ -69,9 +69,8 @@ def of(
     stack, trainable = stack_of(precision, each.states), trainable_of(recipe, arch)
     workload = Workload(arch, recipe.data.sequence_length, batch, precision, stack, trainable)
     why_not = _planned_only(recipe, arch, precision)
-    runs = not why_not and recipe.model.hf is None
     limit = limit_of(cluster, task.world)
-    return Subject(workload, machines.alike(cluster), task, limit, runs, why_not, cluster.groups)
+    return Subject(workload, machines.alike(cluster), task, limit, not why_not, why_not, cluster.groups)
 
 
 def trainable_of(recipe: Recipe, arch: Arch) -> Trainable:
@@ -94,7 +93,7 @@ def trainable_of(recipe: Recipe, arch: Arch) -> Trainable:
 
 def _planned_only(recipe: Recipe, arch: Arch, precision: str) -> tuple[str, ...]:
     found = (
-        arch.engine_problem(),
+        planned_only.engine_problem(arch, recipe.model.hf),
         "frozen parts and adapters of a shape are planned only" if recipe.model.trainable != "full" else "",
         "fp8 is planned only" if precision == "fp8" else "",
     )
@@ -140,7 +139,8 @@ def fixed_by(recipe: Recipe, cluster: Cluster) -> dict[str, int]:
     """
     fixed: dict[str, int] = {"compiled": 0, "offload": 0} if cluster.kind == "cpu" else {}
     model, request = recipe.model, recipe.train.plan
-    if model.sequence_parallel != "auto" or model.roles:
+    if model.sequence_parallel != "auto" or model.roles or model.hf is not None:
+        # "auto" splits our own decoder alone; of others it is not known what looks at several positions.
         fixed["sequence_parallel"] = int(model.sequence_parallel is True)
     if not isinstance(request, PlanRequest):
         return fixed

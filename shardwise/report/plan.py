@@ -31,7 +31,7 @@ def line(plan: Plan) -> str:
 
 def _model(plan: Plan) -> str:
     if plan.arch is None:
-        return plan.recipe.model.factory or plan.recipe.model.given or "your own module"
+        return plan.recipe.model.hf or plan.recipe.model.factory or plan.recipe.model.given or "your own module"
     arch = plan.arch
     return f"{arch.name}: {format_count(arch.parameters())} parameters, {arch.num_layers} layers"
 

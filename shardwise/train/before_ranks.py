@@ -23,6 +23,8 @@ from shardwise.inputs.recipe import Recipe
 from shardwise.launch import local
 from shardwise.launch.before_ranks import Answer
 from shardwise.models import materialize
+from shardwise.models.hf import build as hf
+from shardwise.models.hf import documents
 from shardwise.parallel.rehearsal import Call, rehearse
 from shardwise.plan import check, rule_of_thumb
 from shardwise.plan.plan import Decision, Plan
@@ -80,7 +82,7 @@ def _sample(data: Any, seed: int) -> Any:
 
 
 def main(plan_file: Path, answer_file: Path) -> None:
-    """Write what `rehearse` says of the recipe's factory, or the error that it raises."""
+    """Write what `rehearse` says of the recipe's module, or the error that it raises."""
     plan = Plan.from_json(plan_file.read_bytes())
     try:
         answer = Answer(not_tried=_of_recipe(plan))
@@ -90,11 +92,19 @@ def main(plan_file: Path, answer_file: Path) -> None:
 
 
 def _of_recipe(plan: Plan) -> str:
-    module = materialize.build(materialize.load_factory(str(plan.recipe.model.factory)), plan.recipe.seed)
+    spec = plan.recipe.model
+    inputs: Inputs | str = "auto"
+    if spec.hf is not None:
+        module, _ = hf.causal_lm(spec.hf)
+        inputs = hf.inputs
+        if plan.recipe.data.chat and plan.recipe.data.packing:
+            documents.require_apart(spec.hf)
+    else:
+        module = materialize.build(materialize.load_factory(str(spec.factory)), plan.recipe.seed)
     # What a recipe's data is made of; shapes are looked at, and number 0 is a token of every vocabulary.
     tokens = torch.zeros((2, plan.recipe.data.sequence_length), dtype=torch.int64)
-    call = _call(module, "auto", {"tokens": tokens, "labels": tokens.clone()})
-    return rehearse(module, plan.decision, plan.recipe.model, call)
+    call = _call(module, inputs, {"tokens": tokens, "labels": tokens.clone()})
+    return rehearse(module, plan.decision, spec, call)
 
 
 if __name__ == "__main__":

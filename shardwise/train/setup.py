@@ -23,6 +23,7 @@ from shardwise.launch import local
 from shardwise.models import materialize
 from shardwise.models.decoder import Decoder, initialize_decoder, next_token_sums
 from shardwise.models.hf import build as hf
+from shardwise.models.hf import documents
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
 from shardwise.plan import automatic, rule_of_thumb
@@ -158,8 +159,10 @@ def inputs_of(model: Any, inputs: Inputs | str) -> Inputs | str:
 
 
 def recipe_model(recipe: Recipe) -> Any:
-    """The Arch or factory that a recipe's [model] names. Raises: RecipeError, ModelError."""
+    """The Arch, factory or folder of Hugging Face that a recipe's [model] names. Raises: RecipeError, ModelError."""
     model = recipe.model
+    if model.hf is not None:
+        return model.hf
     if model.factory is not None:
         return materialize.load_factory(model.factory)
     return recipe_arch(recipe, "gpu" if ranks.device_kind() == "cuda" else "cpu")
@@ -191,8 +194,23 @@ def recipe_arch(recipe: Recipe, kind: str) -> Arch:
 
 def recipe_data(recipe: Recipe) -> tuple[Any, Any]:
     """(training data, held-out data or None) of a recipe's [data]. Rank 0 makes the token file first. Collective."""
-    ranks.on_main(lambda: mixture.recipe_data(recipe.data) and None)
-    return mixture.recipe_data(recipe.data)
+    # A step's samples are of similar lengths where they differ, whatever the number of ranks.
+    group = rule_of_thumb.global_batch(recipe)
+    ranks.on_main(lambda: mixture.recipe_data(recipe.data, hf=recipe.model.hf, group=group) and None)
+    return mixture.recipe_data(recipe.data, hf=recipe.model.hf, group=group)
+
+
+def require_documents_apart(model: Any, data: Any) -> None:
+    """Raises: ModelError for packed rows, and a model that is not known to keep what shares a row apart."""
+    if not getattr(data, "packing", False):
+        return
+    if not isinstance(model, str):
+        raise ModelError(
+            "The data packs several documents into a row, and the model is none of Hugging Face.",
+            why="they are kept apart by positions, which other models do not go by",
+            fix="packing=False: rows are then padded to the longest of a batch",
+        )
+    documents.require_apart(model)
 
 
 def next_token_loss(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Loss:

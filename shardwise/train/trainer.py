@@ -166,6 +166,7 @@ class Trainer:
             watchdog.begin(WHERE.folder, recipe.train.hang_seconds, setup.stop_budget(recipe).seconds)
         # What the loop's own body draws is the same on every rank and in every run of this seed.
         seed_generators(seed_of(recipe.seed, "loop"))
+        setup.require_documents_apart(model, self.data)
         module, initialize = (built.module, None) if built is not None else setup.build_model(model, recipe)
         setup.require_vocabulary(module, self.data)
         self.plan = setup.obeying(plan, recipe) if plan is not None else setup.make_plan(recipe, module)

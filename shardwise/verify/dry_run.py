@@ -92,7 +92,7 @@ def as_run(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
 
 
 def _lengths(plan: Plan, subject: Subject) -> tuple[int, ...]:
-    if plan.arch is not None:
+    if plan.ours and plan.arch is not None:
         return split_lengths(plan.arch)
     with told("Every rank", Doing("the module is built on meta")), torch.device("meta"):
         return tuple(sorted({length for p in subject.build().parameters() for length in p.shape}))

@@ -27,6 +27,8 @@ EVEN_SEQUENCE, ODD_SEQUENCE = 12, 11
 EVEN_FFN, ODD_FFN = 48, 49
 LONGEST = 16
 MOST_HEADS_A_KEY = 8
+# Families of Hugging Face turn a part of a head alone, which must come out even.
+HF_HEAD_DIM = 16
 # Large enough that four steps move every weight, and a norm that clips.
 LEARNING_RATE, CLIP_NORM = 1e-2, 0.5
 GIVEN = "a decoder of the same make, shrunk"
@@ -102,6 +104,8 @@ def _arch(arch: Arch, plan: Plan, mesh: MeshShape) -> Arch:
     heads = keys * min(MOST_HEADS_A_KEY, arch.num_heads // arch.num_kv_heads)
     head_dim = min(arch.head_dim, 8 if heads <= 8 else 4)
     wider = 0 if arch.hidden_size == arch.num_heads * arch.head_dim else 4
+    if not plan.ours:
+        head_dim, wider = HF_HEAD_DIM, 0
     return msgspec.structs.replace(
         arch,
         vocab_size=EVEN_VOCABULARY if arch.vocab_size % (old.tp * old.dp_shard) == 0 else ODD_VOCABULARY,
@@ -125,7 +129,7 @@ def _recipe(plan: Plan, decision: Decision) -> Recipe:
         fp32_modules=tuple(name for name in recipe.model.fp32_modules if _within(name, kept)),
         unused_parameters=tuple(name for name in recipe.model.unused_parameters if _within(name, kept)),
     )
-    if plan.arch is not None:
+    if plan.ours:
         choice: dict[str, str | None] = {"preset": None, "config": None, "hf": None, "factory": None}
         model = msgspec.structs.replace(model, **choice, given=GIVEN)
     optimizer = msgspec.structs.replace(

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from shardwise.errors import BadInput
+from shardwise.inputs import hub
 from shardwise.models import materialize
 from shardwise.models.decoder import Decoder
+from shardwise.models.hf import build as hf
 from shardwise.optimizer import build as optimizers
 from shardwise.plan.plan import Plan
 from shardwise.torch_private import tree_map
@@ -48,18 +50,17 @@ def like(sample: Any) -> Batch:
 
 
 def subject_of(plan: Plan) -> Subject:
-    """What a recipe's run trains: our decoder, or the module of its factory, on tokens, with the recipe's optimizer.
+    """What a recipe's run trains: our decoder, a model of Hugging Face, or the module of its factory, on tokens.
 
     Raises: BadInput where the model is a module that was handed to a Trainer; ModelError for a factory that is not
     there.
     """
     arch, model, length = plan.arch, plan.recipe.model, plan.recipe.data.sequence_length
-    if arch is None and model.factory is None:
+    if arch is None and model.factory is None and model.hf is None:
         raise BadInput(
             "This plan's model is a module of your own, which the plan does not hold.",
             fix="call shardwise.verify.dry_run.dry_run(plan, subject) with it, a sample batch and its loss",
         )
-    build = materialize.load_factory(model.factory) if arch is None and model.factory else lambda: Decoder(arch)
     length = length if arch is None else min(length, arch.max_sequence_length)
 
     def batch(samples: int) -> Any:
@@ -67,8 +68,17 @@ def subject_of(plan: Plan) -> Subject:
         return {"tokens": tokens, "labels": torch.zeros_like(tokens)}
 
     return Subject(
-        build=build,
+        build=_builder(plan),
         batch=batch,
         loss=setup.next_token_loss,
         optimizer=lambda module: optimizers.build(plan.recipe.optimizer, module),
+        inputs="auto" if model.hf is None else hf.inputs,
     )
+
+
+def _builder(plan: Plan) -> Callable[[], nn.Module]:
+    arch, model = plan.arch, plan.recipe.model
+    if model.hf is not None:
+        folder = hub.find(model.hf, weights=False)
+        return lambda: hf.on_meta(folder)
+    return materialize.load_factory(model.factory) if arch is None and model.factory else lambda: Decoder(arch)

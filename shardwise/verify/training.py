@@ -19,8 +19,11 @@ from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.data.batches import Batches
 from shardwise.data.order import Permutation
 from shardwise.errors import CheckpointError, ModelError
+from shardwise.inputs import hub
 from shardwise.models import inspect, materialize
 from shardwise.models.decoder import Decoder, initialize_decoder
+from shardwise.models.hf import build as hf
+from shardwise.models.hf import small
 from shardwise.models.split_probe import SplitProbe, two_split_probe
 from shardwise.optimizer import build as optimizers
 from shardwise.parallel import parallelize as passes
@@ -82,8 +85,13 @@ def _vocabulary(module: nn.Module, plan: Plan) -> int:
 
 
 def build(plan: Plan, *, meta: bool) -> nn.Module:
-    """The plan's model: our decoder, or the user's with its blocks cut to few. Raises: ModelError."""
+    """The plan's model: our decoder, one of Hugging Face in the plan's sizes, or the user's with its blocks cut to few.
+
+    Raises: ModelError.
+    """
     dtype = SINGLE[plan.decision.precision]
+    if plan.arch is not None and plan.recipe.model.hf is not None:
+        return small.build(hub.find(plan.recipe.model.hf, weights=False), plan.arch, plan.recipe.seed).to(dtype)
     if plan.arch is not None:
         with torch.device("meta" if meta else "cpu"):
             module: nn.Module = Decoder(plan.arch)
@@ -155,7 +163,7 @@ def by_the_engine(case: Case, run: Path, mutation: str = "", *, resume: bool = F
         build(plan, meta=True),
         data(plan, build(plan, meta=False) if plan.arch is None else nn.Module()),
     )
-    initialize = (lambda m: initialize_decoder(m, plan.recipe.seed)) if plan.arch is not None else None
+    initialize = (lambda m: initialize_decoder(m, plan.recipe.seed)) if plan.ours else None
     seen = Outputs(module, plan)
     module = passes.parallelize(module, plan, blocks=plan.recipe.model.blocks, initialize=initialize)
     mutations.after_splitting(mutation, module)
@@ -168,7 +176,7 @@ def by_the_engine(case: Case, run: Path, mutation: str = "", *, resume: bool = F
     tensors = {f"initial value/{name}": whole(p) for name, p in module.named_parameters()}
     split, squares, samples, outputs, unsaved = _split(module), {}, (), {}, ""
     for number, micros in enumerate(batches, start=done + 1):
-        outcome = step.forward_backward(module, micros, setup.next_token_loss, step=number)
+        outcome = step.forward_backward(module, micros, setup.next_token_loss, inputs=inputs_of(plan), step=number)
         mutations.after_backward(mutation, module)
         if number == 1:
             tensors |= named_gradients(module)
@@ -187,7 +195,7 @@ def by_the_engine(case: Case, run: Path, mutation: str = "", *, resume: bool = F
                 unsaved = error.what
         if number == shrink.STEPS:
             break
-    inputs = step.call_inputs(module, "auto")
+    inputs = step.call_inputs(module, inputs_of(plan))
     valid = evaluation.evaluate(module, parallel, Batches(batches_of.valid, workers=0), setup.next_token_loss, inputs)
     tensors |= {f"parameter/{name}": whole(p) for name, p in module.named_parameters()}
     told = Told(tuple(losses), tuple(counts), tuple(norms), valid.loss, samples, squares, outputs, unsaved)
@@ -229,7 +237,7 @@ def dropout_masks(module: nn.Module, plan: Plan, tokens: Tokens) -> Masks:
     forwards = 0
     if ranks.gather_json(len(hooks)) != [0] * ranks.world():
         for number, micros in enumerate(own_loop.batches(Batches(tokens, workers=0), plan), start=1):
-            step.forward_backward(module, micros, setup.next_token_loss, step=number)
+            step.forward_backward(module, micros, setup.next_token_loss, inputs=inputs_of(plan), step=number)
             for parameter in module.parameters():
                 parameter.grad = None
             forwards += len(micros)
@@ -249,7 +257,7 @@ def draws(plan: Plan) -> dict[str, int]:
             times[name] = 0
             child.register_forward_hook(lambda *_, name=name: times.update({name: times[name] + 1}))
     with torch.no_grad():
-        module(_stacked(data(plan, module).train, range(2))[0])
+        _called(plan, module, _stacked(data(plan, module).train, range(2))[0])
     return times
 
 
@@ -263,7 +271,7 @@ def by_hand(case: Case) -> Trained:
     """The same training with torch alone: one process, the whole batch in one forward."""
     plan, spec = case.plan, case.optimizer
     module = build(plan, meta=False)
-    if plan.arch is not None:
+    if plan.ours:
         initialize_decoder(module, plan.recipe.seed)
     module.train()
     train, valid = data(plan, module)
@@ -276,7 +284,7 @@ def by_hand(case: Case) -> Trained:
         order = np.arange(first, min(first + batch, len(train)))
         chosen = [int(i) for i in Permutation(len(train), plan.recipe.seed, epoch)(order)]
         tokens, labels = _stacked(train, chosen)
-        total, count = _cross_entropy(module, tokens, labels)
+        total, count = _cross_entropy(plan, module, tokens, labels)
         optimizer.zero_grad()
         (total / count).backward()
         if number == 1:
@@ -293,7 +301,7 @@ def by_hand(case: Case) -> Trained:
         position += len(chosen)
     module.eval()
     with torch.no_grad():
-        total, count = _cross_entropy(module, *_stacked(valid, range(len(valid))))
+        total, count = _cross_entropy(plan, module, *_stacked(valid, range(len(valid))))
     tensors |= {f"parameter/{name}": whole(p) for name, p in module.named_parameters()}
     told = Told(tuple(losses), tuple(counts), tuple(norms), float(total) / count, samples, outputs=outputs)
     return Trained(told, tensors, {})
@@ -304,9 +312,24 @@ def _stacked(tokens: Tokens, chosen: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([row["tokens"] for row in rows]), torch.stack([row["labels"] for row in rows])
 
 
-def _cross_entropy(module: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+def inputs_of(plan: Plan) -> step.Inputs | str:
+    """What a batch gives forward."""
+    return "auto" if plan.recipe.model.hf is None else hf.inputs
+
+
+def _called(plan: Plan, module: nn.Module, tokens: torch.Tensor) -> Any:
+    """The outputs, of a model of Hugging Face its logits."""
+    if plan.recipe.model.hf is None:
+        return module(tokens)
+    args, kwargs = hf.inputs({"tokens": tokens})
+    return module(*args, **kwargs).logits
+
+
+def _cross_entropy(
+    plan: Plan, module: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, int]:
     """The sum over the labels that count, and how many they are. Raises: ModelError for other outputs than logits."""
-    logits = module(tokens)
+    logits = _called(plan, module, tokens)
     if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
         raise ModelError("The module's output is not one tensor of logits [B, S, V].", fix="return the logits")
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -316,10 +339,10 @@ def _cross_entropy(module: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
 def probe(plan: Plan) -> SplitProbe:
     """Whether the model mixes the samples of a batch, by running one whole and in two parts."""
     module = build(plan, meta=False)
-    if plan.arch is not None:
+    if plan.ours:
         initialize_decoder(module, plan.recipe.seed)
     tokens, labels = _stacked(data(plan, module).train, range(6))
-    inputs = step.call_inputs(module, "auto")
+    inputs = step.call_inputs(module, inputs_of(plan))
     return two_split_probe(module, setup.next_token_loss, inputs, {"tokens": tokens, "labels": labels})
 
 

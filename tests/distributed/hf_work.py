@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.data.chat_data import ChatData
 from shardwise.parallel.parallelize import parallel_of
 from shardwise.train.setup import next_token_loss
 from tests.distributed.work import VOCABULARY, UnevenTokens, whole
 
 SAMPLES, GLOBAL_BATCH, LR, CLIP = 30, 12, 0.1, 0.5
+PACKED_LENGTH, PACKED_BATCH = 160, 4
 _SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
     "intermediate_size": 48, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
@@ -64,6 +66,44 @@ def by_hand(folder: Path, steps: int) -> dict[str, Any]:
         losses.append(float(loss.detach()))
     end = {name: p.detach().numpy() for name, p in module.named_parameters()}
     return {"losses": losses, "norms": norms, "start": start, "end": end}
+
+
+def packed_by_hand(folder: Path, data: ChatData, steps: int) -> dict[str, Any]:
+    """Each document by itself through transformers' forward, in fp64; the step's loss is their sum over their count."""
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, use_kernels=False).train()
+    optimizer, losses, norms = torch.optim.SGD(module.parameters(), lr=LR), [], []
+    for step in range(steps):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for sample in range(step * PACKED_BATCH, (step + 1) * PACKED_BATCH):
+            row = data[sample]
+            begins = [int(at) for at in torch.nonzero(row["position_ids"] == 0)]
+            for begin, end in zip(begins, [*begins[1:], len(row["tokens"])], strict=True):
+                tokens, labels = row["tokens"][begin:end], row["labels"][begin:end]
+                logits = module(input_ids=tokens[None], use_cache=False).logits[0]
+                total = total + nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+                count += int((labels != -100).sum())
+        optimizer.zero_grad()
+        (total / count).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP).detach()))
+        optimizer.step()
+        losses.append(float(total.detach()) / count)
+    return {"losses": losses, "norms": norms}
+
+
+def chat_data(folder: str, chat: str) -> ChatData:
+    return ChatData(chat, tokenizer=folder, sequence_length=PACKED_LENGTH, valid_fraction=0, shuffle=False)
+
+
+def train_packed(folder: str, chat: str, run: str, plan: dict[str, Any], steps: int) -> list[tuple[float, float]]:
+    """A Trainer on packed conversations: its losses and norms."""
+    trainer = sw.Trainer(
+        model=folder, loss=next_token_loss, data=chat_data(folder, chat),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=LR), global_batch=PACKED_BATCH, micro_batch=1,
+        precision="fp64", clip_norm=CLIP, plan=plan, run=run,
+    )  # fmt: skip
+    return [(step.loss, step.grad_norm) for step in trainer.run(steps=steps)]
 
 
 def train(folder: str, run: str, plan: dict[str, Any], steps: int) -> dict[str, Any]:

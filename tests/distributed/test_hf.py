@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.checkpoint.export import export
 from shardwise.checkpoint.store import LocalStore
+from tests import chats
 from tests.distributed import hf_work
 from tests.distributed.pool import Pool
 
@@ -65,6 +66,21 @@ def test_a_family_under_a_split_is_transformers_own(
         wanted = expected["end"][name]
         size = np.abs(wanted).max()
         np.testing.assert_allclose(parameter.detach().numpy() / size, wanted / size, rtol=0, atol=BOUND, err_msg=name)
+
+
+@pytest.mark.parametrize("split", ["tp2-pp2", pytest.param("zero3", marks=nightly)])
+def test_packed_conversations_train_as_each_by_itself_under_a_split(pool: Pool, tmp_path: Path, split: str) -> None:
+    """All of GPT-NeoX is computed in fp64, so nothing but its rounding may differ."""
+    plan, world = SPLITS[split]
+    folder = hf_work.write("gpt_neox", tmp_path / "model", vocab_size=chats.VOCABULARY, max_position_embeddings=256)
+    chats.write_tokenizer(folder)
+    asked = {"folder": str(folder), "chat": str(chats.write_rows(tmp_path / "chat.jsonl", 40))}
+    expected = hf_work.packed_by_hand(folder, hf_work.chat_data(**asked), STEPS)
+    told = pool.run(world, "tests.distributed.hf_work:train_packed", **asked, run=str(tmp_path / "run"), plan=plan,
+                    steps=STEPS)  # fmt: skip
+    for steps in told:
+        np.testing.assert_allclose([loss for loss, _ in steps], expected["losses"], rtol=1e-10)
+        np.testing.assert_allclose([norm for _, norm in steps], expected["norms"], rtol=1e-10)
 
 
 def newest(run: Path) -> Path:

@@ -1,14 +1,19 @@
 """Every example runs as plain Python, one with two modules on two ranks too, and every recipe for a few steps."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tests import chats
+from tests.distributed import hf_work
 from tests.docs.blocks import ROOT
 from tests.docs.started import Starter
 
@@ -17,30 +22,56 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.toml"))
 LIMIT_SECONDS = 120
 SMALL = {
-    "train.steps": "3",
-    "train.evaluate_every_steps": "2",
-    "train.devices": "1",
-    "batch.tokens_per_step": "1024",
-    "data.text": '["stdlib:json/*.py"]',
-    "data.valid_fraction": "0.05",
-    "run": "run",
+    "quickstart.toml": {
+        "train.steps": "3",
+        "train.evaluate_every_steps": "2",
+        "train.devices": "1",
+        "batch.tokens_per_step": "1024",
+        "data.text": '["stdlib:json/*.py"]',
+        "data.valid_fraction": "0.05",
+        "run": "run",
+    },
+    # On a tiny model with a tokenizer of its own, and conversations about this Python's functions.
+    "finetune-chat.toml": {
+        "model.hf": "model",
+        "data.chat": '["chat.jsonl"]',
+        "data.sequence_length": "256",
+        "data.valid_fraction": "0.1",
+        "batch.global_batch": "4",
+        "optimizer.lr": "1e-2",
+        "optimizer.schedule.warmup_steps": "0",
+        "train.epochs": "3",
+        "train.devices": "2",
+        "train.evaluate_every_steps": "100",
+        "run": "run",
+    },
 }
 
 
 Commands = dict[str, "subprocess.Popen[str]"]
 
 
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    hf_work.write("llama", folder / "model", vocab_size=chats.VOCABULARY, max_position_embeddings=256)
+    chats.write_tokenizer(folder / "model")
+    chats.write_rows(folder / "chat.jsonl")
+    return folder
+
+
 @pytest.fixture(scope="module", autouse=True)
-def commands(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+def commands(own_cache: Path, chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """What goes through the command, started at once: each spends seconds on imports, and the tests go on meanwhile."""
     asked = {"gan.py": ["run", "--devices", "2", str(ROOT / "examples" / "gan.py")]}
     for name in RECIPES:
-        overrides = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+        overrides = [word for key, value in SMALL[name].items() for word in ("--set", f"{key}={value}")]
         asked[name] = ["train", str(ROOT / "recipes" / name), *overrides]
+    folders = {"finetune-chat.toml": chat_folder}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = {
         name: subprocess.Popen(
-            [SHARDWISE, *arguments], cwd=tmp_path_factory.mktemp("command"), env=environment,
+            [SHARDWISE, *arguments], cwd=folders.get(name) or tmp_path_factory.mktemp("command"), env=environment,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for name, arguments in asked.items()
@@ -64,10 +95,33 @@ def test_an_own_loop_with_two_modules_runs_on_two_ranks(commands: Commands) -> N
     assert "generator loss" in stdout
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_for_a_few_steps(name: str, commands: Commands) -> None:
+def last_line(name: str, commands: Commands) -> dict[str, Any]:
     stdout, stderr = commands[name].communicate(timeout=LIMIT_SECONDS)
     assert commands[name].returncode == 0, stderr
-    last = json.loads(stdout.splitlines()[-1])
-    assert (last["finished"], last["step"]) == (True, 3)
-    assert last["valid_loss"] is not None
+    last: dict[str, Any] = json.loads(stdout.splitlines()[-1])
+    assert last["finished"]
+    return last
+
+
+def test_every_recipe_is_run_here() -> None:
+    assert sorted(SMALL) == RECIPES
+
+
+def test_the_quickstart_runs_for_a_few_steps(commands: Commands) -> None:
+    last = last_line("quickstart.toml", commands)
+    assert last["step"] == 3 and last["valid_loss"] is not None
+
+
+def test_a_chat_model_is_fine_tuned_by_its_recipe_and_comes_out_again(commands: Commands, chat_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shardwise.cli.checkpoints import exported
+
+    last = last_line("finetune-chat.toml", commands)
+    assert last["valid_loss"] < 0.9 * math.log(chats.VOCABULARY), "no better than a guess"
+    os.chdir(chat_folder)
+    assert exported("run", "out", None, "saved", as_json=True) == 0
+    module, loading = AutoModelForCausalLM.from_pretrained("out", use_kernels=False, output_loading_info=True)
+    assert not any(loading.values()) and AutoTokenizer.from_pretrained("out").chat_template == chats.PLAIN
+    begun = AutoModelForCausalLM.from_pretrained("model", use_kernels=False)
+    assert not torch.equal(module.lm_head.weight, begun.lm_head.weight)

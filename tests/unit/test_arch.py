@@ -128,9 +128,17 @@ def test_the_device_chooses_between_two_presets() -> None:
     assert arch_of(ModelSpec(factory="my.module:build"), "cpu") is None
 
 
-def test_a_model_that_would_have_to_be_downloaded_is_refused() -> None:
-    with pytest.raises(RecipeError, match="is not a folder"):
-        arch_of(ModelSpec(hf="Qwen/Qwen3-0.6B"), "gpu")
+def test_a_model_of_hugging_face_is_read_from_its_config_and_one_of_an_unknown_kind_has_no_shape(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    found = arch_of(ModelSpec(hf=f"hf:{tmp_path}"), "gpu")
+    assert found is not None and found.name == str(tmp_path)
+    assert msgspec.structs.replace(found, name="") == msgspec.structs.replace(from_config_json(LLAMA_7B), name="")
+    (tmp_path / "config.json").write_text('{"model_type": "a new one"}')
+    assert arch_of(ModelSpec(hf=str(tmp_path)), "gpu") is None
+    with pytest.raises(ModelError, match="no folder"):
+        arch_of(ModelSpec(hf="no-such-folder"), "gpu")
 
 
 def test_a_shape_that_the_decoder_has_not_is_refused_when_it_is_built() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shardwise.errors import PlanInfeasible
-from shardwise.inputs.arch import Arch, preset
+from shardwise.inputs.arch import Arch, Experts, preset
 from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster, parse_cluster
 from shardwise.inputs.recipe import SHAPE_ALONE, Recipe, from_keys, with_overrides
 from shardwise.plan.check import RULES, check, require
@@ -258,7 +258,22 @@ def test_a_vocabulary_below_the_bytes_is_found() -> None:
 
 def test_a_model_that_is_not_built_yet_is_found() -> None:
     asked = recipe([], {**KEYS, "model": {"hf": "some/model"}})
-    assert "model_runs" in {one.rule for one in check(plan(asked, SMALL, CPU, world=1), 1)}
+    biased = msgspec.structs.replace(SMALL, attention_bias=True)
+    assert check(plan(asked, biased, CPU, world=1), 1) == (), "transformers builds what our decoder does not"
+    sparse = msgspec.structs.replace(SMALL, experts=Experts(count=8, per_token=2, ffn_size=64))
+    (found,) = check(plan(asked, sparse, CPU, world=1), 1)
+    assert found.rule == "model_runs" and "experts" in found.why and "model.hf" in found.fix
+
+
+def test_a_model_of_hugging_face_is_not_taken_for_our_decoder() -> None:
+    """Its positions are not split unless asked for, and its own tokenizer is no bytes."""
+    hf = {**KEYS, "model": {"hf": "some/model"}, "data": {"text": ["a.txt"], "sequence_length": 251}}
+    split = recipe(["train.plan.pp=2", "train.plan.tp=2"], hf)
+    assert check(plan(split, GROUPED, CPU, world=4), 4) == ()
+    few = msgspec.structs.replace(SMALL, vocab_size=100)
+    assert check(plan(recipe([], hf), few, CPU, world=1), 1) == ()
+    by_bytes = plan(recipe(["data.tokenizer=bytes"], hf), few, CPU, world=1)
+    assert [one.rule for one in check(by_bytes, 1)] == ["vocabulary_holds_the_tokens"]
 
 
 def test_a_shape_that_the_decoder_cannot_build_is_found() -> None:

@@ -17,8 +17,9 @@ import torch
 
 from shardwise.data import tokenize
 from shardwise.data.files import TextFile, find
-from shardwise.data.token_file import TokenFile, open_token_file, prepare, prepare_recipe, split_samples
-from shardwise.data.tokenize import Work, encode_all, units
+from shardwise.data.from_recipe import prepare_recipe
+from shardwise.data.token_file import TokenFile, open_token_file, prepare, split_samples
+from shardwise.data.tokenize import Coding, Work, encode_all, units
 from shardwise.data.tokens import IGNORED, TokenData, as_batch
 from shardwise.errors import DataError
 from shardwise.inputs.recipe import DataSpec
@@ -68,7 +69,7 @@ def test_small_units_and_several_processes_change_nothing(tmp_path: Path) -> Non
     write(tmp_path, {"a.txt": b"x" * 5000, "b.txt": b"y" * 100, "c.jsonl": "\n\n".join(lines).encode()})
     files = find(["*.txt", "c.jsonl"])
     for unit_bytes in (64, 1000, 10**6):
-        work = Work("bytes", "text", tuple(units(files, unit_bytes)))
+        work = Work(Coding(), "text", tuple(units(files, unit_bytes)))
         here, there = list(encode_all(work, 1)), list(encode_all(work, 3))
         assert [unit.tokens.tolist() for unit in here] == [unit.tokens.tolist() for unit in there]
         assert [unit[1:] for unit in here] == [unit[1:] for unit in there]
@@ -89,7 +90,7 @@ def children() -> set[int]:
 def test_closing_early_ends_the_processes(tmp_path: Path) -> None:
     write(tmp_path, {f"{at}.txt": b"z" * 300_000 for at in range(8)})
     others = children()
-    encoding = encode_all(Work("bytes", "text", tuple(units(find("*.txt"), 300_000))), 2)
+    encoding = encode_all(Work(Coding(), "text", tuple(units(find("*.txt"), 300_000))), 2)
     next(encoding)
     assert len(children() - others) == 2
     encoding.close()
@@ -99,7 +100,7 @@ def test_closing_early_ends_the_processes(tmp_path: Path) -> None:
 def test_a_lost_process_is_an_error_that_says_how_it_ended(tmp_path: Path) -> None:
     write(tmp_path, {f"{at}.txt": b"z" * 300_000 for at in range(8)})
     others = children()
-    encoding = encode_all(Work("bytes", "text", tuple(units(find("*.txt"), 300_000))), 2)
+    encoding = encode_all(Work(Coding(), "text", tuple(units(find("*.txt"), 300_000))), 2)
     next(encoding)
     for child in children() - others:
         os.kill(child, signal.SIGKILL)
@@ -155,7 +156,7 @@ def test_a_json_line_without_text_is_an_error_that_names_file_and_line(tmp_path:
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n{"text": "fine"}\n' + line + b"\n"})
     for unit_bytes in (8, 10**6):
         with pytest.raises(DataError, match=r"a\.jsonl, line 4 has no text") as caught:
-            list(encode_all(Work("bytes", "text", tuple(units(find("a.jsonl"), unit_bytes))), 2))
+            list(encode_all(Work(Coding(), "text", tuple(units(find("a.jsonl"), unit_bytes))), 2))
         assert why in caught.value.why
 
 
@@ -256,7 +257,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, cache:
 def test_another_tokenizer_is_an_error_that_says_what_there_is() -> None:
     with pytest.raises(DataError) as caught:
         TokenData("x", tokenizer="gpt2")
-    assert "not built yet" in caught.value.what and caught.value.fix == 'tokenizer = "bytes"'
+    assert "neither" in caught.value.what and '"bytes"' in caught.value.fix
 
 
 def test_a_sample_is_a_window_and_its_labels_are_one_later(tmp_path: Path) -> None:
@@ -349,7 +350,7 @@ def test_a_copy_for_another_process_carries_no_tokens(tmp_path: Path) -> None:
 def test_making_tokens_imports_no_torch() -> None:
     code = "import sys, shardwise.data.token_file, shardwise.data.micros; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert tokenize.named("bytes").dtype == "uint16"
+    assert tokenize.named(Coding()).dtype == "uint16"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])

@@ -10,6 +10,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from shardwise.errors import ModelError
+from shardwise.inputs import hub
 from shardwise.models.hf import build, folder
 from tests.distributed import hf_work
 
@@ -104,7 +105,7 @@ def test_a_model_comes_out_of_the_hubs_cache(llama: Path, tmp_path: Path, monkey
     (refs / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert folder.find("hf:owner/tiny").resolve() == snapshot.resolve()
+    assert hub.find("hf:owner/tiny").resolve() == snapshot.resolve()
     error = raised("hf:owner/another")
     assert "did not come from the hub" in error.what and "folder" in error.fix
 

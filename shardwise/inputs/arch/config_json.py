@@ -37,6 +37,11 @@ def from_config_json(source: str | Path | Config) -> Arch:
     return arch
 
 
+def is_known(config: Config) -> bool:
+    """Whether this model_type can be counted."""
+    return config.get("model_type") in READERS
+
+
 def _read_json(path: Path) -> Config:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -8,7 +8,8 @@ from typing import Literal
 import msgspec
 
 from shardwise.errors import RecipeError
-from shardwise.inputs.arch.config_json import from_config_json
+from shardwise.inputs import hub
+from shardwise.inputs.arch.config_json import from_config_json, is_known
 from shardwise.inputs.arch.shape import Arch
 from shardwise.inputs.recipe import ModelSpec, PresetByDevice
 
@@ -69,9 +70,9 @@ def preset(name: str) -> Arch:
 
 
 def arch_of(model: ModelSpec, kind: Literal["cpu", "gpu"]) -> Arch | None:
-    """The shape that a recipe names, for this kind of device; None where it is the user's own module.
+    """The shape that a recipe names, for this kind of device; None of the user's own module, and of an unknown kind.
 
-    Raises: RecipeError.
+    Raises: RecipeError; ModelError where model.hf is no model.
     """
     if isinstance(model.preset, PresetByDevice):
         return preset(model.preset.cpu if kind == "cpu" else model.preset.gpu)
@@ -84,11 +85,10 @@ def arch_of(model: ModelSpec, kind: Literal["cpu", "gpu"]) -> Arch | None:
     return None
 
 
-def _from_hf(name: str) -> Arch:
-    if Path(name, "config.json").is_file():
-        return from_config_json(Path(name))
-    raise RecipeError(
-        f"model.hf: {name!r} is not a folder with a config.json.",
-        why="nothing is downloaded yet: planning needs the config, and training such a model comes later",
-        fix="download it first and give its folder",
-    )
+def _from_hf(name: str) -> Arch | None:
+    """Of a kind whose parts are known; None of any other, which transformers may build all the same."""
+    folder = hub.find(name, weights=False)
+    if not is_known(hub.config_of(folder)):
+        return None
+    # The hub's cache names a folder by a digest.
+    return msgspec.structs.replace(from_config_json(folder), name=name.removeprefix(hub.PREFIX).rstrip("/"))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.inputs import hub
 from shardwise.models import inspect
 from shardwise.models.hf import folder as folders
 from shardwise.models.hf import weights
@@ -18,6 +19,8 @@ from shardwise.names import canonical
 # What forward gets of a batch; labels stay with the loss. A batch of token data has its ids as `tokens`.
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds")
 _NAMES_SHOWN = 5
+# As files spell what weights may be; they are read into the precision that the plan trains in.
+FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 def causal_lm(model: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
@@ -26,8 +29,8 @@ def causal_lm(model: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
     A file's names are compared with the module's in both directions. Code of the folder's own is never run.
     Raises: ModelError for what is missing, left over, of another shape, or no causal language model.
     """
-    folder = folders.find(model)
-    module = _on_meta(folder)
+    folder = hub.find(model)
+    module = on_meta(folder)
     held = _matched(module, folders.stored(folder), folder)
     first = {name: group[0] for group in inspect.ties(module) for name in group}
     found = {name: held[name] for name in held} | {
@@ -49,11 +52,12 @@ def inputs(batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (), {**taken, "use_cache": False}
 
 
-def _on_meta(folder: Path) -> nn.Module:
+def on_meta(folder: Path) -> nn.Module:
+    """The module of this folder's config, without memory. Raises: ModelError where transformers builds none."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise folders.needs_extra(error) from error
+        raise hub.needs_extra(error) from error
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
@@ -80,6 +84,10 @@ def _require_plain_names(module: nn.Module, folder: Path) -> None:
             why="its files hold experts one by one and its modules hold them together, which is not built",
             fix="a dense model, or model=lambda: AutoModelForCausalLM.from_pretrained(...) where a host can hold it",
         )
+
+
+def _spelled(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _matched(module: nn.Module, files: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
@@ -110,5 +118,11 @@ def _matched(module: nn.Module, files: Mapping[str, Stored], folder: Path) -> di
                 f"{name} is {list(one.shape)} in {one.file.name}, and {list(wanted[name].shape)} in the model.",
                 why="its config.json describes another size",
                 fix="give the files that belong to this config.json",
+            )
+        if name in wanted and wanted[name].is_floating_point() != (one.dtype in FLOATS):
+            raise ModelError(
+                f"{name} is {one.dtype} in {one.file.name}, and {_spelled(wanted[name])} in the model.",
+                why="numbers of another kind (quantised ones, say) mean something else than their values",
+                fix=f"a folder whose weights are {', '.join(FLOATS)}: the model before it was quantised",
             )
     return {name: one for name, one in named.items() if name in wanted}

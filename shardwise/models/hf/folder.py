@@ -1,6 +1,5 @@
-"""A model's folder: its config and its safetensors files, from disk or from the hub. Headers are read, no weights."""
+"""A model's safetensors files: which there are, and what is in them. Headers are read, no weights."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,55 +9,16 @@ from safetensors import safe_open
 
 from shardwise.errors import ModelError
 
-PREFIX = "hf:"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# What is fetched from the hub: no code, and no file that is a pickle.
-FETCHED = ("*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: where, and its shape."""
+    """A tensor in a file: where, its shape, and its dtype as the file spells it (F32, BF16)."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
-
-
-def find(model: str) -> Path:
-    """The folder of "hf:owner/name", "hf:folder" or a folder; from the hub through its own cache.
-
-    Raises: ModelError where there is none, or the hub does not give it.
-    """
-    name = model.removeprefix(PREFIX)
-    if Path(name).is_dir():
-        if not Path(name, "config.json").is_file():
-            raise ModelError(f"{name} has no config.json.", fix="give the folder that save_pretrained wrote")
-        return Path(name)
-    if not _HUB_ID.fullmatch(name):
-        raise ModelError(f"There is no folder {name!r}.", fix='a folder with a config.json, or "hf:owner/name"')
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise needs_extra(error) from error
-    try:
-        # Ranks of one host wait for each other at the cache's own lock, and one of them loads.
-        return Path(snapshot_download(name, allow_patterns=list(FETCHED)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"{name} did not come from the hub.",
-            why=str(error).strip().splitlines()[0],
-            fix="check its name and this host's network (HF_TOKEN for a model that asks for it), or give a folder",
-        ) from error
-
-
-def needs_extra(error: ImportError) -> ModelError:
-    return ModelError("Models of Hugging Face need the extra hf.", why=str(error), fix="pip install 'shardwise[hf]'")
+    dtype: str
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -98,6 +58,7 @@ def _of_file(file: Path) -> Iterator[Stored]:
     try:
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
-                yield Stored(file, name, tuple(opened.get_slice(name).get_shape()))
+                part = opened.get_slice(name)
+                yield Stored(file, name, tuple(part.get_shape()), part.get_dtype())
     except Exception as error:  # the library raises its own kind, which it does not document
         raise ModelError(f"{file} is no whole safetensors file.", why=str(error), fix="copy it again") from error
