@@ -1,7 +1,7 @@
 """What is planned, priced and written into a Plan, and not run by this engine yet: one rule each, with its fix."""
 
 from shardwise.inputs.arch import Arch
-from shardwise.inputs.recipe import PlanRequest
+from shardwise.inputs.recipe import ModelSpec, PlanRequest
 from shardwise.plan.plan import Plan
 from shardwise.plan.violation import REPLAN, Rule, Violation
 
@@ -77,14 +77,40 @@ def engine_problem(arch: Arch, hf: str | None) -> str:
 
 
 def trainable_runs(plan: Plan, world: int) -> Violation | None:
-    if plan.recipe.model.trainable == "full":
+    problem = trainable_problem(plan.recipe.model)
+    if not problem:
         return None
     return Violation(
         rule="trainable_runs",
-        what="model.trainable is planned only: this engine trains a shape's every parameter.",
-        why="frozen parts and adapters of a shape are not part of the engine yet; those of your own module are",
-        fix='model.trainable = "full", or a module with its adapters by model.factory = "my.module:build"',
+        what="model.trainable is planned only here.",
+        why=problem,
+        fix='model.trainable = "full"; model.hf; or a module with its adapters by model.factory = "my.module:build"',
         apply={"model.trainable": "full"},
+    )
+
+
+def trainable_problem(model: ModelSpec) -> str:
+    """Why this engine does not train a part of a model alone; empty where it does."""
+    if model.trainable == "full":
+        return ""
+    if model.hf is None and model.given is None:
+        return "frozen parts and adapters of a shape are planned only: those of a model of Hugging Face run"
+    lora = model.trainable.lora
+    if lora is not None and lora.base_bits != 16:
+        return f"weights of {lora.base_bits} bits (QLoRA) are planned only: a quantised weight has no shards to read"
+    return ""
+
+
+def adapters_stay_whole(plan: Plan, world: int) -> Violation | None:
+    trainable, mesh = plan.recipe.model.trainable, plan.decision.mesh
+    if trainable == "full" or trainable.lora is None or mesh.tp == 1:
+        return None
+    return Violation(
+        rule="adapters_stay_whole",
+        what=f"Adapters with tp = {mesh.tp} are planned only: this engine does not split them yet.",
+        why="an adapter's two products lie beside a layer that tensor parallel cuts, and are cut otherwise",
+        fix="train.plan.tp = 1: zero 3 shards the frozen weights over all ranks",
+        apply={"train.plan.tp": 1, **REPLAN},
     )
 
 
@@ -108,5 +134,6 @@ RULES: tuple[Rule, ...] = (
     shares_run,
     model_runs,
     trainable_runs,
+    adapters_stay_whole,
     trackers_run,
 )

@@ -21,6 +21,8 @@ PROJECTIONS = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output",
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
 }  # fmt: skip
+# One layer for queries, keys and values: counted as three.
+TOGETHER = ("qkv_proj", "query_key_value", "c_attn")
 
 
 class Subject(NamedTuple):
@@ -81,6 +83,7 @@ def trainable_of(recipe: Recipe, arch: Arch) -> Trainable:
     if asked.lora is None:
         return Trainable("frozen", share=trained_share(arch, asked.frozen))
     names = ("q_proj", "v_proj") if asked.lora.targets == "auto" else asked.lora.targets
+    names = tuple(one for name in names for one in (("q_proj", "k_proj", "v_proj") if name in TOGETHER else (name,)))
     if unknown := [name for name in names if name not in PROJECTIONS]:
         raise RecipeError(
             f"model.trainable.lora.targets: {unknown[0]!r} is no layer that a plan can count.",
@@ -94,7 +97,7 @@ def trainable_of(recipe: Recipe, arch: Arch) -> Trainable:
 def _planned_only(recipe: Recipe, arch: Arch, precision: str) -> tuple[str, ...]:
     found = (
         planned_only.engine_problem(arch, recipe.model.hf),
-        "frozen parts and adapters of a shape are planned only" if recipe.model.trainable != "full" else "",
+        planned_only.trainable_problem(recipe.model),
         "fp8 is planned only" if precision == "fp8" else "",
     )
     return tuple(reason for reason in found if reason)
@@ -139,6 +142,8 @@ def fixed_by(recipe: Recipe, cluster: Cluster) -> dict[str, int]:
     """
     fixed: dict[str, int] = {"compiled": 0, "offload": 0} if cluster.kind == "cpu" else {}
     model, request = recipe.model, recipe.train.plan
+    if model.hf is not None and model.trainable != "full" and model.trainable.lora is not None:
+        fixed["tp"] = 1  # as planned_only.adapters_stay_whole says
     if model.sequence_parallel != "auto" or model.roles or model.hf is not None:
         # "auto" splits our own decoder alone; of others it is not known what looks at several positions.
         fixed["sequence_parallel"] = int(model.sequence_parallel is True)

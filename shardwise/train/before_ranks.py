@@ -95,7 +95,7 @@ def _of_recipe(plan: Plan) -> str:
     spec = plan.recipe.model
     inputs: Inputs | str = "auto"
     if spec.hf is not None:
-        module, _ = hf.causal_lm(spec.hf)
+        module, _ = hf.causal_lm(spec.hf, spec.trainable)
         inputs = hf.inputs
         if plan.recipe.data.chat and plan.recipe.data.packing:
             documents.require_apart(spec.hf)

@@ -18,7 +18,7 @@ from shardwise.errors import ModelError, PlanInfeasible, RecipeError
 from shardwise.inputs import arch as archs
 from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import Arch
-from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, PresetByDevice, Recipe
+from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, PresetByDevice, Recipe, TrainableSpec
 from shardwise.launch import local
 from shardwise.models import materialize
 from shardwise.models.decoder import Decoder, initialize_decoder, next_token_sums
@@ -64,6 +64,7 @@ class Settings:
     on_spike: str = "tell"
     hang_seconds: float = 60.0
     cluster: str = "local"
+    trainable: str | TrainableSpec | Mapping[str, Any] = "full"
 
     def recipe(self) -> Recipe:
         """The Recipe of these keywords: the same checks as for a file. Raises: RecipeError."""
@@ -74,7 +75,7 @@ class Settings:
                 "given": self.model, "blocks": self.blocks, "fp32_modules": self.fp32_modules,
                 "sync_batchnorm": self.sync_batchnorm, "mixes_samples": self.mixes_samples,
                 "unused_parameters": self.unused_parameters, "roles": dict(self.roles),
-                "sequence_parallel": self.sequence_parallel,
+                "sequence_parallel": self.sequence_parallel, "trainable": msgspec.to_builtins(self.trainable),
             },
             "data": self._data(),
             "batch": {"micro_batch": self.micro_batch, **self._batch()},
@@ -149,7 +150,13 @@ def build_model(model: Any, recipe: Recipe) -> tuple[nn.Module, Initialize | Non
             decoder = Decoder(model)
         return decoder, lambda module: initialize_decoder(module, recipe.seed)
     if isinstance(model, str):
-        return hf.causal_lm(model)
+        return hf.causal_lm(model, recipe.model.trainable, recipe.seed)
+    if recipe.model.given is not None and recipe.model.trainable != "full":
+        raise ModelError(
+            "trainable is for a model of Hugging Face that is named, and the Trainer was handed a module.",
+            why="of a module that is handed over, what requires gradients trains",
+            fix="parameter.requires_grad_(False), or peft's get_peft_model, where the module is built",
+        )
     return materialize.build(model, recipe.seed), None
 
 

@@ -31,7 +31,7 @@ from shardwise.errors import (
     TrainingFailed,
 )
 from shardwise.events.values import Event
-from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe
+from shardwise.inputs.recipe import CheckpointPolicy, PlanRequest, Recipe, TrainableSpec
 from shardwise.launch import run_folder
 from shardwise.launch.heartbeat import AFTER, BEFORE, HEART
 from shardwise.launch.run_folder import RunState
@@ -92,7 +92,8 @@ class Trainer:
     """Trains a module under a plan; `for step in trainer.run(steps=...)` is one optimizer update each.
 
     `model`: a function that builds it, a module, or "hf:owner/name" or a folder that save_pretrained wrote: a causal
-    language model of transformers, of whose weights each rank reads what it holds.
+    language model of transformers, of whose weights each rank reads what it holds; `trainable` is for these:
+    {"lora": {"rank": 8}} or {"frozen": ["model.embed_tokens.*"]}.
 
     The keywords are a Recipe's keys; `loss(outputs, batch)` returns sw.Loss(total, count). The same command again goes
     on where the run stands. Collective: every rank makes the same calls.
@@ -134,6 +135,7 @@ class Trainer:
         on_spike: str = "tell",
         hang_seconds: float = 60.0,
         cluster: str = "local",
+        trainable: str | TrainableSpec | Mapping[str, Any] = "full",
     ) -> None:
         WHERE.phase = "setup"
         failure.install()
@@ -147,6 +149,7 @@ class Trainer:
             evaluate_every_steps=evaluate_every_steps, sync_batchnorm=sync_batchnorm, mixes_samples=mixes_samples,
             unused_parameters=tuple(unused_parameters), roles=roles or {}, sequence_parallel=sequence_parallel,
             guard_every_steps=guard_every_steps, on_spike=on_spike, hang_seconds=hang_seconds, cluster=cluster,
+            trainable=trainable,
         )  # fmt: skip
         self.loss, self.inputs = loss, inputs
         self.state, self.spared = split_declared(state or {})

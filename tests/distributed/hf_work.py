@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -117,3 +118,51 @@ def train(folder: str, run: str, plan: dict[str, Any], steps: int) -> dict[str, 
     steps_ = [(step.loss, step.grad_norm) for step in trainer.run(steps=steps)]
     held = sum(p.numel() for p in trainer.model.parameters())
     return {"steps": steps_, "start": start, "held": held, "split": parallel_of(trainer.model).tensor is not None}
+
+
+def adapters_by_hand(folder: Path, steps: int, spec: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
+    """peft's own model in one process, from the adapters `start`, the whole batch at once, in fp64."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_kernels=False).to(torch.float64)
+    adapted = peft.get_peft_model(module, peft.LoraConfig(task_type="CAUSAL_LM", **spec)).to(torch.float64).train()
+    prefix = "base_model.model."
+    names = {name.removeprefix(prefix): p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert set(names) == set(start), "peft puts its adapters where ours are"
+    with torch.no_grad():
+        for name, parameter in names.items():
+            parameter.copy_(torch.tensor(start[name]))
+    optimizer = torch.optim.SGD(names.values(), lr=LR)
+    data, losses, norms = UnevenTokens(SAMPLES), [], []
+    for step in range(steps):
+        rows = [data[i] for i in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)]
+        tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+        logits = adapted(input_ids=tokens, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(names.values(), CLIP).detach()))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "norms": norms, "end": {name: p.detach().numpy() for name, p in names.items()}}
+
+
+def train_adapters(folder: str, run: str, plan: dict[str, Any], steps: int, lora: dict[str, Any]) -> dict[str, Any]:
+    """A Trainer with adapters: losses and norms, the adapters that it began and ended with, and what else changed."""
+    trainer = sw.Trainer(
+        model=folder, loss=next_token_loss, data=sw.Batches(UnevenTokens(SAMPLES), workers=0, shuffle=False),
+        optimizer=lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=LR),
+        global_batch=GLOBAL_BATCH, micro_batch=2, precision="fp64", clip_norm=CLIP, plan=plan, run=run,
+        trainable={"lora": lora},
+    )  # fmt: skip
+    before = {name: np.copy(whole(p)) for name, p in trainer.model.named_parameters()}
+    told = [(step.loss, step.grad_norm) for step in trainer.run(steps=steps)]
+    after = {name: whole(p) for name, p in trainer.model.named_parameters()}
+    adapters = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    return {
+        "steps": told,
+        "start": {name: before[name].tolist() for name in adapters},
+        "end": {name: after[name].tolist() for name in adapters},
+        "moved": [name for name in before if name not in adapters and not np.array_equal(before[name], after[name])],
+    }

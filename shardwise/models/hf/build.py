@@ -1,18 +1,21 @@
 """A causal language model of transformers, on meta, and how each rank fills its own part of it from the folder."""
 
+import difflib
+import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.inputs import hub
+from shardwise.inputs.recipe import TrainableSpec
 from shardwise.models import inspect
 from shardwise.models.hf import folder as folders
-from shardwise.models.hf import weights
+from shardwise.models.hf import lora, weights
 from shardwise.models.hf.folder import Stored
 from shardwise.names import canonical
 
@@ -23,8 +26,10 @@ _NAMES_SHOWN = 5
 FLOATS = ("F32", "BF16", "F16", "F64")
 
 
-def causal_lm(model: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
-    """The module that `model` names, on meta, and what fills its shards.
+def causal_lm(
+    model: str, trainable: Literal["full"] | TrainableSpec = "full", seed: int = 0
+) -> tuple[nn.Module, Callable[[nn.Module], None]]:
+    """The module that `model` names, on meta, and what fills its shards; with what is frozen, or with adapters.
 
     A file's names are compared with the module's in both directions. Code of the folder's own is never run.
     Raises: ModelError for what is missing, left over, of another shape, or no causal language model.
@@ -36,7 +41,36 @@ def causal_lm(model: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
     found = {name: held[name] for name in held} | {
         name: held[other] for name in first for other in first if first[name] == first[other] and other in held
     }
-    return module, lambda placed: weights.fill(placed, found)
+    if trainable != "full" and trainable.lora is not None:
+        module = lora.adapt(module, trainable.lora)
+    elif trainable != "full":
+        freeze(module, trainable.frozen)
+
+    def fill(placed: nn.Module) -> None:
+        weights.fill(placed, found)
+        lora.initialize(placed, seed)
+
+    return module, fill
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """What these patterns name is not trained. Raises: ModelError for one that names nothing, or where nothing is left.
+
+    A pattern matches a parameter's whole name: "model.layers.0.*".
+    """
+    named = {canonical(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+    for pattern in patterns:
+        found = fnmatch.filter(named, pattern)
+        if not found:
+            near = difflib.get_close_matches(pattern, named, n=1, cutoff=0.0)[0]
+            raise ModelError(
+                f"model.trainable.frozen: {pattern!r} is the name of no parameter of {type(module).__name__}.",
+                fix=f"a name or a pattern of names, such as {near!r}",
+            )
+        for name in found:
+            named[name].requires_grad_(False)
+    if not any(p.requires_grad for p in named.values()):
+        raise ModelError("model.trainable.frozen leaves nothing to train.", fix="name fewer parameters")
 
 
 def inputs(batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError
 from shardwise.models.counter_rng import held_region_of
 from shardwise.models.hf.folder import Stored
+from shardwise.models.hf.lora import base_name, is_adapter
 from shardwise.names import canonical
 
 
@@ -26,7 +27,9 @@ def fill(module: nn.Module, found: Mapping[str, Stored]) -> None:
     with ExitStack() as files:
         opened: dict[Path, Any] = {}
         for name, tensor in _stored(module):
-            one = found[canonical(name)]
+            if is_adapter(name):
+                continue
+            one = found[base_name(canonical(name))]
             if one.file not in opened:
                 opened[one.file] = files.enter_context(safe_open(one.file, framework="pt"))
             _copy(name, tensor, opened[one.file].get_slice(one.name))
