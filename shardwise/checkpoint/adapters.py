@@ -13,7 +13,8 @@ from shardwise.errors import CheckpointError
 _A, _B, _BASE, _NAMED = ".lora_A.default.", ".lora_B.default.", ".base_layer.", ".default."
 # Of these families linear layers hold their weight as [in, out] (transformers' Conv1D).
 _TRANSPOSED = ("gpt2", "openai-gpt")
-_NUMPY: dict[str, Any] = {"F64": np.float64, "F32": np.float32}
+_NUMPY: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_BITS: dict[str, Any] = {"F64": np.uint64, "F32": np.uint32}
 Numbers = npt.NDArray[Any]
 
 
@@ -96,14 +97,15 @@ def _lora(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def merged_values(name: str, adapter: Adapter, entry: TensorEntry, weight: Numbers, a: Numbers, b: Numbers) -> Numbers:
-    """The weight with its adapter added, in the dtype that it is stored in. Raises: CheckpointError for another."""
-    kind = _NUMPY.get(entry.dtype)
-    if kind is None or {adapter.a.dtype, adapter.b.dtype} != {entry.dtype}:
-        raise CheckpointError(
-            f"{name} is stored as {entry.dtype}, and is merged in fp32 or fp64 alone.",
-            fix="export the adapters without --merged, and merge them by peft",
-        )
-    product = adapter.scale * (b.view(kind) @ a.view(kind))
-    added: Numbers = weight.view(kind) + (product.T if adapter.transposed else product)
-    return np.ascontiguousarray(added.astype(kind)).view(weight.dtype)
+def merged_bits(adapter: Adapter, weight: Numbers, dtype: str, a: Numbers, b: Numbers) -> tuple[Numbers, str]:
+    """The bits of the weight with its adapter added, and their dtype: fp64 where the weight is that, else fp32."""
+    wide = "F64" if dtype == "F64" else "F32"
+    product = adapter.scale * (_wide(b, adapter.b.dtype, wide) @ _wide(a, adapter.a.dtype, wide))
+    added = _wide(weight, dtype, wide) + (product.T if adapter.transposed else product)
+    return np.ascontiguousarray(added, dtype=_NUMPY[wide]).view(_BITS[wide]), wide
+
+
+def _wide(bits: Numbers, dtype: str, wide: str) -> Numbers:
+    if dtype == "BF16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(_NUMPY[dtype]).astype(_NUMPY[wide])

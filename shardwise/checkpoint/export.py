@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.checkpoint.adapters import Adapter, adapters_of, alone, config_of, is_adapter, merged_values, without
+from shardwise.checkpoint.adapters import Adapter, adapters_of, alone, config_of, is_adapter, merged_bits, without
 from shardwise.checkpoint.compare import values_of
 from shardwise.checkpoint.files import ITEM_BYTES, Content, file_order, header
 from shardwise.checkpoint.manifest import Manifest, TensorEntry, read_manifest
@@ -174,13 +174,13 @@ def _content(store: Store, folder: str, name: str, piece: Piece, dtype: Dtype) -
     entry, wanted = piece.entry, _stored_as(piece.entry, dtype)
 
     def load() -> memoryview:
-        bits = values_of(store, folder, entry)
+        bits, held = values_of(store, folder, entry), entry.dtype
         if piece.adapter is not None:
             both = (values_of(store, folder, one) for one in (piece.adapter.a, piece.adapter.b))
-            bits = merged_values(name, piece.adapter, entry, bits, *both)
-        made = converted(bits, entry.dtype, wanted)
+            bits, held = merged_bits(piece.adapter, bits, held, *both)
+        made = converted(bits, held, wanted)
         if made is not bits:
-            _require_in_range(name, bits, entry.dtype, made, wanted)
+            _require_in_range(name, bits, held, made, wanted)
         return memoryview(np.ascontiguousarray(made).reshape(-1).view(np.uint8))
 
     return Content(name, wanted, entry.shape, whole(entry.shape), load)

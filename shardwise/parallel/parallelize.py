@@ -163,8 +163,8 @@ def parallelize(
     if recipe.model.sync_batchnorm:
         module = inspect.sync_batchnorm(module)
     # 2. Master precision; the compute copies come with the data-parallel pass or right before it.
-    precision.to_master(module, decision.precision)
     fp32_modules = precision.select_fp32_modules(module, recipe.model.fp32_modules)
+    precision.to_master(module, decision.precision, fp32_modules)
     found = inspect.find_blocks(module, blocks)
     units = found.blocks
     split_roles = roles.of(module, units, recipe.model.roles) if decision.mesh.tp > 1 else None

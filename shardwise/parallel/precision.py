@@ -42,10 +42,16 @@ def fp32_policy(precision: str) -> MixedPrecisionPolicy:
     )
 
 
-def to_master(module: nn.Module, precision: str) -> None:
-    """Cast floating parameters and buffers to the master dtype, in place."""
-    dtype = master_dtype(precision)
+def to_master(module: nn.Module, precision: str, fp32_modules: Iterable[nn.Module] = ()) -> None:
+    """Cast floating parameters and buffers to the master dtype, in place.
+
+    What is frozen has nothing to add to a master: it lies in the dtype that it computes in, outside of `fp32_modules`.
+    """
+    master, compute = master_dtype(precision), COMPUTE_DTYPE[precision]
+    in_fp32 = {parameter for kept in fp32_modules for parameter in kept.parameters()}
+    frozen = {parameter for parameter in module.parameters() if not parameter.requires_grad} - in_fp32
     for tensor in [*module.parameters(), *module.buffers()]:
+        dtype = compute if tensor in frozen else master
         if tensor.is_floating_point() and tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
 

@@ -68,20 +68,26 @@ def of(
     task = _task(recipe, arch, cluster, cluster.devices if _all_gpus(recipe, cluster, world) else ranks, together)
     if task.world != ranks and next(space.meshes(task), None) is None:
         task = _task(recipe, arch, cluster, ranks, together)
-    stack, trainable = stack_of(precision, each.states), trainable_of(recipe, arch)
+    stack, trainable = stack_of(precision, each.states), trainable_of(recipe, arch, precision)
     workload = Workload(arch, recipe.data.sequence_length, batch, precision, stack, trainable)
     why_not = _planned_only(recipe, arch, precision)
     limit = limit_of(cluster, task.world)
     return Subject(workload, machines.alike(cluster), task, limit, not why_not, why_not, cluster.groups)
 
 
-def trainable_of(recipe: Recipe, arch: Arch) -> Trainable:
-    """What gets gradients, as the cost model counts it. Raises: RecipeError where a pattern names nothing."""
+def trainable_of(recipe: Recipe, arch: Arch, precision: str) -> Trainable:
+    """What gets gradients, as the cost model counts it. Raises: RecipeError where a pattern names nothing.
+
+    A frozen weight lies in the dtype that it computes in.
+    """
     asked = recipe.model.trainable
     if asked == "full":
         return Trainable()
+    held = {"fp64": 8.0, "fp32": 4.0}.get(precision, 2.0)
+    if asked.lora is None and recipe.model.hf is not None:
+        return Trainable()  # Patterns are of its own names, which a shape has not: counted as if all were trained.
     if asked.lora is None:
-        return Trainable("frozen", share=trained_share(arch, asked.frozen))
+        return Trainable("frozen", share=trained_share(arch, asked.frozen), base_bytes=held)
     names = ("q_proj", "v_proj") if asked.lora.targets == "auto" else asked.lora.targets
     names = tuple(one for name in names for one in (("q_proj", "k_proj", "v_proj") if name in TOGETHER else (name,)))
     if unknown := [name for name in names if name not in PROJECTIONS]:
@@ -91,7 +97,8 @@ def trainable_of(recipe: Recipe, arch: Arch) -> Trainable:
             fix='targets = "auto", or some of these',
         )
     targets = tuple(PROJECTIONS[name] for name in names)
-    return Trainable("lora", rank=asked.lora.rank, targets=targets, base_bytes=asked.lora.base_bits / 8)
+    base_bytes = asked.lora.base_bits / 8 if asked.lora.base_bits < 16 else held
+    return Trainable("lora", rank=asked.lora.rank, targets=targets, base_bytes=base_bytes)
 
 
 def _planned_only(recipe: Recipe, arch: Arch, precision: str) -> tuple[str, ...]:

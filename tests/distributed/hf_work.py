@@ -166,3 +166,19 @@ def train_adapters(folder: str, run: str, plan: dict[str, Any], steps: int, lora
         "end": {name: after[name].tolist() for name in adapters},
         "moved": [name for name in before if name not in adapters and not np.array_equal(before[name], after[name])],
     }
+
+
+def held_in(folder: str, run: str, plan: dict[str, Any], lora: dict[str, Any]) -> dict[str, Any]:
+    """Under bf16: the dtypes of what is trained and of what is not, and a first loss with each kept in fp32 instead."""
+    told: dict[str, Any] = {}
+    for name, kept in (("bf16", ()), ("fp32", ("model.layers.0",))):
+        trainer = sw.Trainer(
+            model=folder, loss=next_token_loss, data=sw.Batches(UnevenTokens(SAMPLES), workers=0, shuffle=False),
+            optimizer=lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=LR),
+            global_batch=GLOBAL_BATCH, precision="bf16", plan=plan, run=f"{run}-{name}", trainable={"lora": lora},
+            fp32_modules=kept,
+        )  # fmt: skip
+        told[name] = {n: str(p.dtype).removeprefix("torch.") for n, p in trainer.model.named_parameters()}
+        steps = [step.loss for step in trainer.run(steps=2)]
+        told[f"{name} loss"] = steps
+    return told

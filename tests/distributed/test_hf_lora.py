@@ -69,3 +69,20 @@ def test_adapters_under_a_split_are_peft_s_own_and_come_out_as_peft_loads_them(
         ours, theirs = (module(input_ids=tokens, use_cache=False).logits for module in (merged, adapted))
     # Norms are computed in fp32 by transformers: their rounding is the bound.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=float(theirs.abs().max()) * 1e-6)
+
+
+def test_what_is_frozen_lies_in_the_dtype_that_it_computes_in(pool: Pool, tmp_path: Path) -> None:
+    """Half the bytes of a master that nothing is added to; what is asked to be fp32 is, frozen or not."""
+    folder = hf_work.write("llama", tmp_path / "llama")
+    asked = {"folder": str(folder), "run": str(tmp_path / "run"), "lora": LORA}
+    told = [
+        *pool.run(2, "tests.distributed.hf_work:held_in", plan={"dp_shard": 2, "zero": 3}, **asked),
+        *pool.run(1, "tests.distributed.hf_work:held_in", plan={}, **{**asked, "run": str(tmp_path / "alone")}),
+    ]
+    for rank in told:
+        for kept in ("bf16", "fp32"):
+            for name, dtype in rank[kept].items():
+                in_fp32 = "lora_" in name or (kept == "fp32" and name.startswith("model.layers.0."))
+                assert dtype == ("float32" if in_fp32 else "bfloat16"), name
+        # bf16 keeps eight bits of a number; losses are means of some hundred of terms.
+        np.testing.assert_allclose(rank["bf16 loss"], told[-1]["bf16 loss"], rtol=2.0**-8)

@@ -45,6 +45,18 @@ SMALL = {
         "train.evaluate_every_steps": "100",
         "run": "run",
     },
+    "lora.toml": {
+        "model.hf": "model",
+        "data.chat": '["chat.jsonl"]',
+        "data.sequence_length": "256",
+        "data.valid_fraction": "0.1",
+        "batch.global_batch": "4",
+        "optimizer.lr": "3e-2",
+        "optimizer.schedule.warmup_steps": "0",
+        "train.epochs": "2",
+        "train.devices": "1",
+        "run": "lora-run",
+    },
 }
 
 
@@ -67,7 +79,7 @@ def commands(own_cache: Path, chat_folder: Path, tmp_path_factory: pytest.TempPa
     for name in RECIPES:
         overrides = [word for key, value in SMALL[name].items() for word in ("--set", f"{key}={value}")]
         asked[name] = ["train", str(ROOT / "recipes" / name), *overrides]
-    folders = {"finetune-chat.toml": chat_folder}
+    folders = dict.fromkeys(("finetune-chat.toml", "lora.toml"), chat_folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = {
         name: subprocess.Popen(
@@ -120,8 +132,34 @@ def test_a_chat_model_is_fine_tuned_by_its_recipe_and_comes_out_again(commands: 
     last = last_line("finetune-chat.toml", commands)
     assert last["valid_loss"] < 0.9 * math.log(chats.VOCABULARY), "no better than a guess"
     os.chdir(chat_folder)
-    assert exported("run", "out", None, "saved", as_json=True) == 0
+    assert exported("run", "out", None, "saved", merged=False, as_json=True) == 0
     module, loading = AutoModelForCausalLM.from_pretrained("out", use_kernels=False, output_loading_info=True)
     assert not any(loading.values()) and AutoTokenizer.from_pretrained("out").chat_template == chats.PLAIN
     begun = AutoModelForCausalLM.from_pretrained("model", use_kernels=False)
     assert not torch.equal(module.lm_head.weight, begun.lm_head.weight)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_trained_by_their_recipe_and_come_out_as_peft_loads_them(
+    commands: Commands, chat_folder: Path
+) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    from shardwise.cli.checkpoints import exported
+
+    last = last_line("lora.toml", commands)
+    os.chdir(chat_folder)
+    assert exported("lora-run", "adapter", None, "saved", merged=False, as_json=True) == 0
+    assert exported("lora-run", "merged", None, "saved", merged=True, as_json=True) == 0
+    begun = AutoModelForCausalLM.from_pretrained("model", use_kernels=False)
+    weights = {name: p.clone() for name, p in begun.named_parameters()}
+    adapted = peft.PeftModel.from_pretrained(begun, "adapter").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained("merged", use_kernels=False)
+    changed = set()
+    for (name, ours), theirs in zip(merged.named_parameters(), adapted.parameters(), strict=True):
+        # Both add the same product to the same weight in fp32.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        changed |= {name.rpartition(".weight")[0].rpartition(".")[2]} if not torch.equal(ours, weights[name]) else set()
+    assert changed == {"q_proj", "v_proj"}
+    assert last["valid_loss"] is not None

@@ -138,8 +138,9 @@ BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
 ]
 # Only the user can choose a smaller model, another vocabulary, or another kind of model.
 NO_APPLY = {"vocabulary_holds_the_tokens", "model_runs"}
-# No recipe asks for it: the search alone gives such plans. tests/unit/test_uneven.py applies its fix.
-SEARCHED = {"shares_run"}
+# No recipe asks for the first: the search alone gives such plans, and tests/unit/test_uneven.py applies its fix. The
+# second is of models of Hugging Face: below.
+SEARCHED = {"shares_run", "adapters_stay_whole"}
 
 
 def recipe(overrides: list[str], base: Mapping[str, object] = KEYS) -> Recipe:
@@ -254,6 +255,18 @@ def test_what_is_planned_for_a_large_model_runs_on_enough_gpus(arch: Arch, clust
 def test_a_vocabulary_below_the_bytes_is_found() -> None:
     small = msgspec.structs.replace(SMALL, vocab_size=256)
     assert "vocabulary_holds_the_tokens" in {one.rule for one in made([], small, CPU, 1)[1]}
+
+
+def test_adapters_run_beside_a_model_of_hugging_face_and_are_not_split() -> None:
+    adapted = {**KEYS, "model": {"hf": "some/model", "trainable": {"lora": {"rank": 8}}}}
+    assert check(plan(recipe([], adapted), SMALL, CPU, world=2), 2) == ()
+    (found,) = check(plan(recipe(["train.plan.tp=5"], adapted), SMALL, CPU, world=5), 5)
+    assert found.rule == "adapters_stay_whole" and found.apply is not None and found.apply["train.plan.tp"] == 1
+    fixed = recipe([f"{key}={value}" for key, value in found.apply.items()], adapted)
+    assert check(plan(fixed, SMALL, CPU, world=5), 5) == ()
+    quantised = recipe(["model.trainable.lora.base_bits=4"], adapted)
+    (found,) = check(plan(quantised, SMALL, CPU, world=1), 1)
+    assert found.rule == "trainable_runs" and "QLoRA" in found.why
 
 
 def test_a_model_that_is_not_built_yet_is_found() -> None:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.checkpoint.adapters import Adapter, merged_bits
 from shardwise.checkpoint.export import converted, export
+from shardwise.checkpoint.manifest import TensorEntry
 from shardwise.checkpoint.store import LocalStore
 from shardwise.errors import CheckpointError
 
@@ -45,3 +47,25 @@ def test_a_folder_without_a_config_is_told_before_anything_is_read(tmp_path: Pat
         export(LocalStore(tmp_path), "step-1", tmp_path / "out", tmp_path)
     assert "--like" in raised.value.fix
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("weight", "bound"), [("F64", 1e-15), ("F32", 1e-6), ("BF16", 1e-6)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_adapter_is_added_to_its_weight(weight: str, bound: float, transposed: bool) -> None:
+    """Under bf16 a frozen weight lies in bf16 and its adapter in fp32. Bounds: rounding of the wider dtype."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn((5, 7), generator=generator).to(DTYPES[weight])
+    kind = "F64" if weight == "F64" else "F32"
+    a, b = (torch.randn(shape, generator=generator).to(DTYPES[kind]) for shape in ((2, 7), (5, 2)))
+    stored = w.T.contiguous() if transposed else w
+
+    def bits(tensor: torch.Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]":
+        name = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
+        return tensor.view(_BITS[name]).numpy().view(_UNSIGNED[tensor.element_size()])
+
+    entries = [TensorEntry(name, kind, tuple(one.shape), ()) for name, one in (("a", a), ("b", b))]
+    made, dtype = merged_bits(Adapter(*entries, 1.5, transposed), bits(stored), weight, bits(a), bits(b))
+    assert dtype == kind
+    found = torch.from_numpy(np.ascontiguousarray(made).view(np.uint8)).view(DTYPES[kind]).reshape(stored.shape)
+    wanted = w.double() + 1.5 * b.double() @ a.double()
+    torch.testing.assert_close(found.double(), wanted.T if transposed else wanted, rtol=0, atol=bound)

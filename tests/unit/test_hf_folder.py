@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from shardwise.errors import ModelError
 from shardwise.inputs import hub
+from shardwise.inputs.recipe import LoraSpec, TrainableSpec
 from shardwise.models.hf import build, folder
 from tests.distributed import hf_work
 
@@ -116,3 +117,35 @@ def test_forward_gets_what_is_meant_for_it() -> None:
     assert set(given) == {"input_ids", "attention_mask", "use_cache"}
     with pytest.raises(ModelError, match="no input_ids"):
         build.inputs({"labels": ids})
+
+
+@pytest.mark.parametrize(
+    ("trainable", "says", "fix"),
+    [
+        (TrainableSpec(lora=LoraSpec(4, ("q_porj",))), "has no layer 'q_porj'", "targets = "),
+        (TrainableSpec(lora=LoraSpec(4, base_bits=4)), "not quantised yet", "base_bits = 16"),
+        (TrainableSpec(frozen=("model.layer.0.*",)), "is the name of no parameter", "model.layers.0"),
+        (TrainableSpec(frozen=("*",)), "leaves nothing to train", "fewer"),
+    ],
+)
+def test_what_cannot_be_trained_of_a_model_is_told(llama: Path, trainable: TrainableSpec, says: str, fix: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        build.causal_lm(str(llama), trainable)
+    assert says in caught.value.what and fix in caught.value.fix
+
+
+def test_what_a_pattern_names_is_frozen_and_adapters_begin_with_the_model_as_it_is(llama: Path) -> None:
+    module, _ = build.causal_lm(str(llama), TrainableSpec(frozen=("model.layers.0.*", "model.embed_tokens.*")))
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    assert frozen == {n for n, _ in module.named_parameters() if n.startswith(("model.layers.0.", "model.embed_"))}
+    tokens = torch.arange(12).reshape(1, 12)
+    found = []
+    for trainable in ("full", TrainableSpec(lora=LoraSpec(4, ("q_proj", "down_proj")))):
+        module, fill = build.causal_lm(str(llama), trainable, seed=3)
+        module.to_empty(device="cpu")
+        fill(module)
+        found.append(module(input_ids=tokens, use_cache=False).logits)
+    assert torch.equal(*found)
+    a = [p for name, p in module.named_parameters() if "lora_A" in name]
+    # Uniform in +-1/sqrt(inputs): between a half and all of it is met by one of hundreds of draws.
+    assert all(0.5 < float(p.detach().abs().max()) * p.shape[1] ** 0.5 <= 1.0 for p in a)
