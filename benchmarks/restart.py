@@ -20,7 +20,7 @@ from benchmarks.startup import ROOT, SHARDWISE
 from shardwise.events.reader import Tail
 from shardwise.events.values import AnyEvent, Resumed, Saved, Step
 from shardwise.launch import run_folder
-from shardwise.verify.chaos import ranks_below
+from shardwise.verify.chaos_befall import ranks_below
 
 RANKS, LIMIT_SECONDS, PATIENCE_SECONDS = 4, 15.0, 300.0
 SETTINGS = [

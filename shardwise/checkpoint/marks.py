@@ -16,6 +16,8 @@ import msgspec
 from shardwise.checkpoint.store import Store
 
 PINNED, EVALUATED, PASSED_OVER, FAILED = ".pinned-", ".evaluated-", ".passed-over-", ".failed-"
+# Where so many attempts failed from a checkpoint, and had committed nothing, an older one is taken, if there is one.
+FRUITLESS_LIMIT = 3
 _KINDS = (PINNED, EVALUATED, PASSED_OVER, FAILED)
 
 

@@ -20,6 +20,7 @@ from shardwise.checkpoint.retries import Retries, code_of, passes, status_of
 from shardwise.checkpoint.s3_uploads import S3Uploads, parsed
 from shardwise.checkpoint.store import LocalStore, Piece, Store
 from shardwise.checkpoint.store_errors import StoreError, told
+from shardwise.environment import injected_fault
 from shardwise.errors import CheckpointError, RecipeError
 from shardwise.inputs.store_url import is_url, require_plain
 
@@ -68,7 +69,8 @@ class ObjectStore:
         self.url = url.rstrip("/")
         self.tell = say_on_stderr if tell is None else tell
         self._retries, self._sleep, self._part_bytes = retries, sleep, part_bytes
-        self._system, self._root = _connect(self.url, timeouts)
+        planted = injected_fault("store_seconds")
+        self._system, self._root = _connect(self.url, timeouts if planted is None else (float(planted),) * 2)
         self._uploads = S3Uploads(self._system) if hasattr(self._system, "call_s3") else None
 
     def __str__(self) -> str:

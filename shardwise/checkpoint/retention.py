@@ -31,7 +31,7 @@ class Committed(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """A folder whose manifest is damaged."""
+    """A folder whose manifest is damaged, or cannot be read."""
 
     folder: str
     step: int
@@ -238,6 +238,8 @@ def _open(store: Store, folder: str, lineage: str, found: Listing) -> None:
         found.torn.append(folder)
     except Damaged as error:
         found.broken.append(Broken(folder, step_of(folder), error.why))
+    except OSError as error:  # of one of them: where the store itself is out of reach, nothing was listed
+        found.broken.append(Broken(folder, step_of(folder), f"its manifest cannot be read: {error.strerror or error}"))
     else:
         if manifest.lineage == lineage:
             found.committed.append(Committed(folder, manifest))

@@ -238,15 +238,15 @@ def failed(step: int, trouble: Trouble) -> CheckpointError:
     return (Lasting if trouble.lasting else CheckpointError)(what, why=trouble.why, fix=trouble.fix)
 
 
-def trouble_of(error: Exception, store: Store) -> Trouble:
-    """An error as a value that crosses ranks, with the fix that its cause suggests."""
+def trouble_of(error: Exception, store: Store, act: str = "written") -> Trouble:
+    """An error as a value that crosses ranks, with the fix that its cause suggests. `act`: "written" or "read"."""
     lasting = not isinstance(error, OSError | MemoryError | NoRoom)
     if isinstance(error, OSError):
-        error = told(error, "written", store)
+        error = told(error, act, store)
     if isinstance(error, CheckpointError | StoreError):
         return Trouble(ranks.rank(), error.what, error.why, error.fix, lasting)
     fix = "what was committed before is kept: start again to go on from there"
-    return Trouble(ranks.rank(), f"{type(error).__name__} while it was saved.", str(error), fix, lasting)
+    return Trouble(ranks.rank(), f"{type(error).__name__} while it was {act}.", str(error), fix, lasting)
 
 
 def may_pass(error: Exception) -> bool:

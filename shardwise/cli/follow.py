@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from shardwise.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE
 from shardwise.events.live import LiveLine
 from shardwise.events.reader import Tail
 from shardwise.events.values import AnyEvent, Compared, Step
 from shardwise.launch import hang, local, run_folder, watch
-from shardwise.launch.outcome import Cause, FirstFailure, came_after_stop, cause_of, exit_code, first_failure
+from shardwise.launch.attempts import Followed
+from shardwise.launch.outcome import came_after_stop, cause_of, exit_code, first_failure
 from shardwise.launch.progress import Progress
 from shardwise.report import errors
 
@@ -21,23 +21,14 @@ SHOWN_BYTES = 65536
 IN_ORDER = (EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE)
 
 
-class Followed(NamedTuple):
-    """How a job ended, and what its run told: all events, but of the steps only the first and the last.
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
-    shown: whether the first rank has said the failure on the screen already.
-    """
 
-    code: int
-    events: tuple[AnyEvent, ...]
-    cause: Cause
-    failure: FirstFailure | None
-    shown: bool
-    logs: str
-
-    def tell(self) -> None:
-        """Say which rank failed first, and of what."""
-        if self.failure is not None and not self.shown:
-            print(errors.failure(self.failure, self.logs), file=sys.stderr)
+def tell(followed: Followed) -> None:
+    """Say which rank failed first, and of what."""
+    if followed.failure is not None and not followed.shown:
+        say(errors.failure(followed.failure, followed.logs))
 
 
 class Screen:

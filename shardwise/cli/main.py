@@ -297,15 +297,19 @@ def chaos(
         list[str] | None, typer.Option("--kind", metavar="KIND", help='"kill rank", "flip bit", ...; repeatable.')
     ] = None,
     devices: Annotated[int, typer.Option("--devices", min=1, help="Ranks of the scratch run.")] = 2,
+    store: Annotated[
+        Literal["disk", "s3"],
+        typer.Option("--store", help="Its checkpoints: in its folder, or in an S3 store of its own, on loopback."),
+    ] = "disk",
     out: Annotated[
         str, typer.Option("--out", metavar="FOLDER", help="The scratch folder; it must be new.")
     ] = "runs/chaos",
     as_json: AsJson = False,
 ) -> None:
-    """Let faults loose on a scratch run (kills, stops, flipped bits, a full disk) and say what was survived."""
-    from shardwise.cli import dev as verb
+    """Let faults loose on a scratch run (kills, stops, flipped bits, a bad disk or store) and say what was survived."""
+    from shardwise.cli import chaos as verb
 
-    asked = verb.Chaos(recipe, tuple(overrides or ()), faults, seed, tuple(kinds or ()), devices, out, as_json)
+    asked = verb.Asked(recipe, tuple(overrides or ()), faults, seed, tuple(kinds or ()), devices, store, out, as_json)
     reported(lambda: verb.chaos(asked), as_json)
 
 

@@ -17,7 +17,7 @@ from shardwise.checkpoint.proof import Span, Told
 from shardwise.checkpoint.retention import Committed, look
 from shardwise.checkpoint.store import LocalStore, Store
 from shardwise.cli.checkpoints import Place, find, told
-from shardwise.cli.follow import follow
+from shardwise.cli.follow import follow, tell
 from shardwise.data.from_recipe import prepare_recipe
 from shardwise.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RecipeError
 from shardwise.events.reader import read
@@ -132,7 +132,7 @@ def _replay(plan: Plan, until: int, *, quiet_stdout: bool) -> int:
         on_cpu=plan.cluster.kind == "cpu",
     )
     followed = follow(job, run, 1, quiet_stdout=quiet_stdout)
-    followed.tell()
+    tell(followed)
     if followed.code != EXIT_DONE:
         print(f"the replay ended with {followed.code}", file=sys.stderr)
     return followed.code

@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from shardwise.checkpoint.fork import beginnings
 from shardwise.checkpoint.lineage import kept_at
-from shardwise.cli.attempts import Again, exit_of, supervised
 from shardwise.cli.checkpoints import told
-from shardwise.cli.follow import Followed, follow
+from shardwise.cli.follow import follow, say, tell
 from shardwise.errors import RecipeError
 from shardwise.events.reader import read
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import Restarts
 from shardwise.launch import local, run_folder
+from shardwise.launch.attempts import Again, Followed, exit_of, supervised
 from shardwise.launch.progress import Progress
-from shardwise.launch.supervise import Exit, Span, Stop, too_few, world_of
+from shardwise.launch.supervise import Device, Exit, Span, Stop, too_few, world_of
 
 
 class Asked(NamedTuple):
@@ -47,7 +47,8 @@ def run(asked: Asked) -> int:
         print(json.dumps({"command": command, "ranks": ranks}) if asked.as_json else shlex.join(command))
         return 0
     attempts = _Attempts(asked, ranks, cluster)
-    followed = supervised(attempts.folder, attempts.attempt, attempts.prepare, attempts.budgets)
+    followed = supervised(attempts.folder, attempts.attempt, attempts.prepare, attempts.budgets, say)
+    tell(followed)
     if asked.as_json:
         print(json.dumps({"exit_code": followed.code, "ranks": ranks, "logs": followed.logs}))
     return followed.code
@@ -93,7 +94,7 @@ class _Attempts:
             progress.take(event)
         return record.attempts
 
-    def prepare(self, leave_out: frozenset[int]) -> int:
+    def prepare(self, leave_out: frozenset[Device]) -> int:
         folder = self.folder()
         if self.asked.restarts is None and not _goes_on(folder):
             raise Again(Stop(1, "no checkpoint holds anything of it; --restarts N starts it again from its beginning"))

@@ -1,19 +1,20 @@
 """`shardwise train`: load, plan, check, prepare the data, open the run, start the ranks, say how it ended."""
 
 import contextlib
+import json
 import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from shardwise.cli import fork, hosting, nodes
-from shardwise.cli.attempts import Again, exit_of, supervised
-from shardwise.cli.follow import Followed, follow
+from shardwise.cli import fork, nodes
+from shardwise.cli.follow import follow, say, tell
 from shardwise.data.from_recipe import prepare_recipe, require_tokenizer
 from shardwise.environment import in_pod, notice_seconds
 from shardwise.errors import EXIT_REQUEUE, PlanInfeasible, RecipeError
@@ -24,9 +25,11 @@ from shardwise.inputs import recipe as recipes
 from shardwise.inputs.arch import arch_of
 from shardwise.inputs.hardware import Cluster
 from shardwise.inputs.recipe import Recipe, device_span
-from shardwise.launch import address, before_ranks, local, run_folder
+from shardwise.launch import address, before_ranks, hosting, local, run_folder, taking_part
+from shardwise.launch.attempts import Again, Followed, exit_of, supervised
 from shardwise.launch.progress import Progress
-from shardwise.launch.supervise import Exit, Span, Stop, too_few, world_of
+from shardwise.launch.supervise import Device, Exit, Shape, Span, Stop, too_few, world_of
+from shardwise.launch.task import CORES, Several, Task
 from shardwise.plan import automatic
 from shardwise.plan.check import require
 from shardwise.plan.machines import used
@@ -112,19 +115,22 @@ def _held(asked: Asked, recipe: Recipe) -> Iterator[None]:
         yield
 
 
-def _on_several(asked: Asked, several: nodes.Several, recipe: Recipe, made_from: fork.Fork | None) -> int:
+def _on_several(asked: Asked, several: Several, recipe: Recipe, made_from: fork.Fork | None) -> int:
     """This node's part of a run over several: it holds the meeting where it has the rendezvous's address."""
     task = _task(recipe, several, asked.as_json)
     if asked.dry_run:
-        return _dry_run(task.plan(several.span.most), asked.as_json, several)
+        return _dry_run(task.plan(Shape(several.span.most, task.ranks.most)), asked.as_json, several)
     where = address.resolve(several.address)
-    _require(task.plan(several.span.least))
+    _require(task.plan(Shape(several.span.least, task.ranks.most)))
     if not asked.fresh and (finished := _finished(recipe)) is not None:
         return _say_finished(finished, asked.as_json)
     _prepare(recipe)
     listener = address.listen(where) if address.is_here(where[0]) else None
     if listener is None:
-        return nodes.take_part(task, where)
+        code = taking_part.take_part(task, where)
+        if asked.as_json:
+            print(json.dumps({"exit_code": code, "node": several.name}))
+        return code
     with listener:
         if (finished := _checked(asked, recipe, made_from)) is not None:
             return _say_finished(finished, asked.as_json)
@@ -134,26 +140,33 @@ def _on_several(asked: Asked, several: nodes.Several, recipe: Recipe, made_from:
             )
 
 
-def _task(recipe: Recipe, several: nodes.Several, as_json: bool) -> nodes.Task:
-    """Raises: RecipeError where it is not one number of ranks on every node."""
-    cluster, span = local.cluster_here(recipe.train.cluster), device_span(recipe.train.devices)
-    if span is not None and span[0] != span[1]:
+def _task(recipe: Recipe, several: Several, as_json: bool) -> Task:
+    """Raises: RecipeError where this node has fewer devices than are asked of each."""
+    cluster, asked = local.cluster_here(recipe.train.cluster), device_span(recipe.train.devices)
+    on_gpus = cluster.kind == "gpu"
+    every = cluster.devices if on_gpus or asked else _plan(recipe).decision.mesh.world
+    ranks = Span(*(asked or (1, every)))
+    devices = cluster.devices if on_gpus else ranks.most  # Cores can be shared.
+    if devices < ranks.least:
         raise RecipeError(
-            f"train.devices = {recipe.train.devices!r} with --nodes.",
-            why="every node gives as many ranks; with several it is nodes that come and go",
-            fix=f"--devices {span[1]}",
+            f"train.devices = {recipe.train.devices!r}, and this node has {devices} GPUs.",
+            why="every node gives as many ranks, each on a GPU of its own",
+            fix=f"--devices {devices}, on every node",
         )
-    every = _plan(recipe).decision.mesh.world if cluster.kind == "cpu" else cluster.devices
-    ranks = every if span is None else span[0]
 
-    def plan_for(count: int) -> Plan:
-        there = cluster if count == 1 else used(cluster, count, ranks)
-        made = automatic.plan(recipe, arch_of(recipe.model, cluster.kind), there, world=count * ranks)
-        require(made, count * ranks)
+    def plan_for(shape: Shape) -> Plan:
+        there = cluster if shape.nodes == 1 else used(cluster, *shape)
+        made = automatic.plan(recipe, arch_of(recipe.model, cluster.kind), there, world=shape.world)
+        require(made, shape.world)
         return made
 
-    kind = "CPU cores" if cluster.kind == "cpu" else cluster.device.name
-    return nodes.Task(recipe, several, ranks, kind, plan_for, _job_of_node, as_json)
+    def job_of(made: Plan, logs: Path, places: Sequence[int], place: local.Place | None) -> local.Job:
+        whole = places == list(range(len(places)))
+        return _job_of_node(made, logs, len(places), place, () if whole else _names(cluster, places))
+
+    kind = cluster.device.name if on_gpus else CORES
+    shown = partial(follow, quiet_stdout=as_json)
+    return Task(recipe, several, ranks, asked is None, devices, kind, plan_for, job_of, shown, say)
 
 
 def _plan(recipe: Recipe, world: int | None = None) -> Plan:
@@ -165,8 +178,10 @@ def _plan(recipe: Recipe, world: int | None = None) -> Plan:
     return made
 
 
-def _job_of_node(made: Plan, logs: Path, ranks: int, place: local.Place | None) -> local.Job:
-    return msgspec.structs.replace(_job(made, logs), ranks=ranks, place=place)
+def _job_of_node(
+    made: Plan, logs: Path, ranks: int, place: local.Place | None, devices: tuple[str, ...] = ()
+) -> local.Job:
+    return msgspec.structs.replace(_job(made, logs, devices), ranks=ranks, place=place)
 
 
 def _job(made: Plan, logs: Path, devices: tuple[str, ...] = ()) -> local.Job:
@@ -184,7 +199,7 @@ def _job(made: Plan, logs: Path, devices: tuple[str, ...] = ()) -> local.Job:
     )
 
 
-def _dry_run(made: Plan, as_json: bool, several: nodes.Several | None = None) -> int:
+def _dry_run(made: Plan, as_json: bool, several: Several | None = None) -> int:
     """Of several nodes the plan is for as many as may come, and the command the first one's."""
     if as_json:
         print(plan_report.as_json(made))
@@ -238,8 +253,9 @@ class _Attempts:
         followed = follow(job, state.folder, state.attempt, came=came, progress=progress, quiet_stdout=self.as_json)
         return exit_of(followed, state.attempt, progress, self.places), followed
 
-    def prepare(self, leave_out: frozenset[int]) -> int:
+    def prepare(self, leave: frozenset[Device]) -> int:
         """Plan again where the number of ranks changes; else the same plan gives the same bits."""
+        leave_out = frozenset(device.place for device in leave)
         cluster = local.probe_cluster()
         here = cluster.devices if cluster.kind == "gpu" else None
         world = world_of(self.span, here, len(leave_out))
@@ -258,7 +274,7 @@ class _Attempts:
         return world
 
 
-def _names(cluster: Cluster, places: tuple[int, ...]) -> tuple[str, ...]:
+def _names(cluster: Cluster, places: Sequence[int]) -> tuple[str, ...]:
     """What CUDA calls the devices at these places of those that are visible; nothing for cores."""
     if cluster.kind != "gpu":
         return ()
@@ -269,12 +285,13 @@ def _names(cluster: Cluster, places: tuple[int, ...]) -> tuple[str, ...]:
 def _run(made: Plan, as_json: bool) -> int:
     attempts = _Attempts(made, as_json)
     folder = Path(made.recipe.run)
-    followed = supervised(lambda: folder, attempts.attempt, attempts.prepare, made.recipe.train.restarts)
+    followed = supervised(lambda: folder, attempts.attempt, attempts.prepare, made.recipe.train.restarts, say)
     return _ended(followed, attempts.made, attempts.number, as_json)
 
 
 def _ended(followed: Followed, made: Plan, number: int, as_json: bool) -> int:
     """Say how the run ended, with its last attempt, of this number."""
+    tell(followed)
     folder = Path(made.recipe.run)
     events = (*_told_before(folder, number), *followed.events)
     if not as_json and followed.code == 0:

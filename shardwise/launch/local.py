@@ -18,9 +18,11 @@ import msgspec
 from shardwise.environment import JOB_LOGS, child_environment, usable_cpus, visible_devices
 from shardwise.errors import RecipeError
 from shardwise.inputs.hardware import Cluster, MachineFacts, local_cluster, parse_cluster
+from shardwise.launch.address import written
 
 # A rank that died must not be waited for by others that cannot see it: torchrun's own default is 30 s.
 SHUTDOWN_SECONDS = 10
+LOOPBACK = "127.0.0.1"
 # What a step frees, the next one takes again. glibc by its defaults gives it back to the kernel, which clears each page
 # anew: 75,000 faults and 0.2 of 2.0 seconds in a step of a decoder of 11 million parameters (benchmarks/RESULTS.md).
 # Blocks of 32 MiB, the most that glibc allows here, and larger ones still go back. Source: mallopt(3).
@@ -33,8 +35,8 @@ QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv
 class Place(msgspec.Struct, frozen=True):
     """Where a job's ranks stand among those of several nodes, each with as many.
 
-    address, port: where the first node's torchrun holds the ranks' store, new for every attempt; interface: of this
-    node, by which the others are reached.
+    address, port: where the first node's torchrun holds the ranks' store and nowhere else, new for every attempt, 0 for
+    any of a node that is alone; interface: of this node, by which the others are reached.
     """
 
     node_rank: int
@@ -84,8 +86,8 @@ def render(job: Job) -> list[str]:
         return [sys.executable, *job.command]
     return [
         sys.executable,
-        *("-m", "torch.distributed.run"),
-        *_rendezvous(job.place),
+        *("-m", "shardwise.torchrun"),
+        *_rendezvous(job.place or Place(0, 1, LOOPBACK, 0, "lo")),
         f"--nproc-per-node={job.ranks}",
         "--max-restarts=0",
         "--monitor-interval=0.1",
@@ -96,16 +98,13 @@ def render(job: Job) -> list[str]:
     ]
 
 
-def _rendezvous(place: Place | None) -> list[str]:
-    """Who takes part is known beforehand, so nothing is agreed on: torchrun's static rendezvous, or its standalone."""
-    if place is None:
-        return ["--standalone", "--local-addr=127.0.0.1"]
+def _rendezvous(place: Place) -> list[str]:
+    """Who takes part is known beforehand, so nothing is agreed on (shardwise/torchrun.py)."""
     return [
         f"--nnodes={place.nodes}",
-        f"--node-rank={place.node_rank}",
-        "--rdzv-backend=static",
-        f"--master-addr={place.address}",
-        f"--master-port={place.port}",
+        "--rdzv-backend=shardwise",
+        f"--rdzv-endpoint={written((place.address, place.port))}",
+        f"--rdzv-conf=rank={place.node_rank}",
     ]
 
 

@@ -11,14 +11,14 @@ and nobody joins who cannot read the run.
 
 import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
 
 from shardwise.errors import EXIT_REQUEUE
 from shardwise.launch.outcome import Cause
-from shardwise.launch.supervise import Exit, Span, passes
+from shardwise.launch.supervise import Device, Exit, Span, passes
 
 BEAT_SECONDS = 1.0
 # An attempt that failed on one node ends on the others by itself, as their collectives break; after this long it is
@@ -50,7 +50,7 @@ class Challenge(Message, frozen=True, tag="challenge"):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """A node's answer. proof: of `prove`; recipe: the digest of the recipe that it was started with."""
+    """A node's answer. devices: that it has; proof: of `prove`; recipe: digest of the one it was started with."""
 
     node: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     devices: Positive
@@ -72,7 +72,9 @@ class Beat(Message, frozen=True, tag="beat"):
 
 
 class Begin(Message, frozen=True, tag="begin"):
-    """An attempt begins: this node's part of it. The ranks are first_rank to first_rank + ranks - 1 of `world`."""
+    """An attempt begins: this node's part of it. The ranks are first_rank to first_rank + ranks - 1 of `world`, none on
+    the node's devices of `leave_out`.
+    """
 
     attempt: Positive
     node_rank: Count
@@ -83,6 +85,7 @@ class Begin(Message, frozen=True, tag="begin"):
     ranks: Positive
     world: Positive
     plan: msgspec.Raw = msgspec.Raw(b"null")
+    leave_out: tuple[Count, ...] = ()
 
 
 class Ended(Message, frozen=True, tag="ended"):
@@ -170,7 +173,15 @@ class Member(NamedTuple):
     heard: float
 
 
-def refusal(join: Join, recipe: str, proof: str, members: Sequence[Member], most: int) -> Refused | None:
+class Wanted(NamedTuple):
+    """What is asked of a run's nodes. ranks: on each; alike: as many devices on each, where nobody said how many."""
+
+    nodes: Span
+    ranks: Span
+    alike: bool = False
+
+
+def refusal(join: Join, recipe: str, proof: str, members: Sequence[Member], wanted: Wanted) -> Refused | None:
     """Why a node does not take part; None where it does. recipe, proof: what they should be."""
     if not hmac.compare_digest(join.proof.encode(), proof.encode()):
         return Refused(
@@ -190,25 +201,34 @@ def refusal(join: Join, recipe: str, proof: str, members: Sequence[Member], most
             "names of nodes tell them apart",
             "give each its own --node-name, or wait until the host has given the other up",
         )
-    ranks = {one.devices for one in members} - {join.devices}
-    if ranks:
+    if wanted.alike and (devices := _others(str(join.devices), [str(one.devices) for one in members])):
         return Refused(
-            f"{join.node} gives {join.devices} ranks; the others give {', '.join(map(str, sorted(ranks)))}.",
-            "a mesh has as many ranks on every node",
-            "give every node the same --devices N",
+            f"{join.node} has {join.devices} devices; the others have {devices}.",
+            "a mesh has as many ranks on every node, and nobody said how many",
+            "give every node the same --devices N, or MIN:MAX",
         )
-    kinds = {one.device for one in members} - {join.device}
-    if kinds:
+    if join.devices < wanted.ranks.least:
         return Refused(
-            f"{join.node} has {join.device}; the others have {', '.join(sorted(kinds))}.",
+            f"{join.node} has {join.devices} devices, and train.devices asks for at least {wanted.ranks.least}.",
+            "a mesh has as many ranks on every node",
+            "give every node a smaller --devices",
+        )
+    if kinds := _others(join.device, [one.device for one in members]):
+        return Refused(
+            f"{join.node} has {join.device}; the others have {kinds}.",
             "a plan splits the work evenly, so every device must be of one kind",
             "start one run for each kind of device",
         )
-    if len(members) >= most:
+    if len(members) >= (most := wanted.nodes.most):
         return Refused(
             f"{most} nodes take part already.", f"--nodes asks for at most {most}", "raise it, on every node"
         )
     return None
+
+
+def _others(own: str, theirs: Sequence[str]) -> str:
+    """What the others say that is not this node's own; empty where all say the same."""
+    return ", ".join(sorted({*theirs} - {own}))
 
 
 def begins(members: Sequence[Member], span: Span, now: float) -> bool:
@@ -234,7 +254,13 @@ def cut_off(lost_seconds: float) -> Over:
 
 
 def parts(
-    members: Sequence[Member], per_node: int, attempt: int, address: str, port: int, plan: bytes
+    members: Sequence[Member],
+    per_node: int,
+    attempt: int,
+    address: str,
+    port: int,
+    plan: bytes,
+    leave_out: Collection[Device] = (),
 ) -> dict[str, Begin]:
     """Each node's part of an attempt, in the order in which they joined: the host's is the first.
 
@@ -244,6 +270,7 @@ def parts(
         one.node: Begin(
             attempt=attempt, node_rank=index, nodes=len(members), address=address, port=port,
             first_rank=index * per_node, ranks=per_node, world=len(members) * per_node, plan=msgspec.Raw(plan),
+            leave_out=tuple(sorted(device.place for device in leave_out if device.node == one.node)),
         )
         for index, one in enumerate(members)
     }  # fmt: skip
@@ -278,10 +305,9 @@ def together(ends: Mapping[str, Ended], gone: Sequence[str], host: str, before: 
     why = end.why
     if elsewhere:
         why = f"{', '.join(told)} was told to stop" if told else f"{', '.join(came)} came"
-    # A place in the list of another node's devices is none in the host's.
     return msgspec.structs.replace(
         own, cause=end.cause, code=end.code, error=end.error, why=why, fix=end.fix, elsewhere=elsewhere,
-        step=own.step if end.step is None else end.step, device=end.device if name == host else None,
+        step=own.step if end.step is None else end.step, device=end.device, node=name,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from shardwise.launch.meeting import (
     NoMessage,
     Over,
     Refused,
+    Wanted,
     alone,
     cut_off,
     from_host,
@@ -38,7 +39,6 @@ from shardwise.launch.meeting import (
     split,
     to_line,
 )
-from shardwise.launch.supervise import Span
 
 # Connections that have not joined: a port scanner must not take what nodes need.
 STRANGERS, STRANGER_SECONDS = 64, 10.0
@@ -137,14 +137,14 @@ class Host:
         listener: socket.socket,
         secret: str,
         recipe: str,
-        span: Span,
+        wanted: Wanted,
         own: Sequence[Join] = (),
         lost_seconds: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._listener = listener
         self._listener.setblocking(False)
-        self._secret, self._recipe, self._span, self._clock = secret, recipe, span, clock
+        self._secret, self._recipe, self._wanted, self._clock = secret, recipe, wanted, clock
         self._lost_seconds = lost_seconds
         self._lines: list[_Line] = []
         self._left: list[str] = []
@@ -241,7 +241,7 @@ class Host:
 
     def _join(self, line: _Line, said: Join) -> None:
         proof = prove(self._secret, line.nonce, said.node)
-        no = refusal(said, self._recipe, proof, self.members, self._span.most)
+        no = refusal(said, self._recipe, proof, self.members, self._wanted)
         if no is not None:
             line.say(no)
             line.close()

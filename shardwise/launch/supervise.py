@@ -9,6 +9,8 @@ nothing again.
     crash, lost                    again, at most `crashes` times; a kill that nobody explains counts as a crash
     hang                           again, at most `hangs` times
 
+A load that fails counts as a crash and against its checkpoint: in time an older one is taken, so it may come again.
+
 An exit counts until the run has trained LASTING_SECONDS beyond it, into a checkpoint: a run of a month meets hundreds
 of failures, and one that gets no further must end. Seconds and not steps: a step takes anything from 0.01 to 100 s.
 A command that is started again has full budgets: whoever started it, a person or a queue, wanted another try.
@@ -42,15 +44,25 @@ PASSING = (
     *("DistNetworkError", "DistStoreError", "DistBackendError"),
 )
 
+# Counted against the checkpoint that was loaded, and so no reason to end: another is taken after a few.
+LOADING = "LoadFailed"
+
 Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class Device(NamedTuple):
+    """A device by its place among a node's; "" is this machine, where it is alone."""
+
+    node: str
+    place: int
 
 
 class Exit(msgspec.Struct, frozen=True):
     """How an attempt ended, and where the run stood.
 
     step: where it failed, None before the first; committed: after which a restart goes on; gained_seconds: trained in
-    this attempt beyond where the run was before, into `committed`; device: the place of the first rank to fail in the
-    attempt's list of devices; elsewhere: another node was told to stop, is gone or came, and this one goes on.
+    this attempt beyond where the run was before, into `committed`; device: of the first rank to fail, by its place
+    among the devices of `node`; elsewhere: another node was told to stop, is gone or came, and this one goes on.
     """
 
     attempt: int
@@ -62,6 +74,7 @@ class Exit(msgspec.Struct, frozen=True):
     why: str = ""
     fix: str = ""
     device: int | None = None
+    node: str = ""
     lost_steps: int = 0
     lost_seconds: Seconds = 0.0
     gained_seconds: Seconds = 0.0
@@ -73,7 +86,7 @@ class Restart(NamedTuple):
 
     pause_seconds: float
     counted: str
-    leave_out: frozenset[int] = frozenset()
+    leave_out: frozenset[Device] = frozenset()
 
 
 class Stop(NamedTuple):
@@ -114,6 +127,8 @@ def _final(last: Exit, history: Sequence[Exit]) -> str:
         return "the same steps would diverge again; change something, or go on from an earlier checkpoint"
     if last.cause == "lost":
         return ""  # a KILL has no words of its own: two of them are not known to be the same
+    if last.error.partition(":")[0] == LOADING:
+        return ""
     if last.step in (None, 0) and last.cause == "crash" and len(history) == 1 and not passes(last.error):
         return "nothing was trained yet, and it would come again"
     if any(_same(one, last) for one in history[:-1]):
@@ -147,12 +162,13 @@ def pause_seconds(count: int) -> float:
     return 0.0 if count < 2 else min(LONGEST_PAUSE_SECONDS, 2.0 ** (count - 2))
 
 
-def left_out(history: Sequence[Exit]) -> frozenset[int]:
+def left_out(history: Sequence[Exit]) -> frozenset[Device]:
     """The devices under which a rank was killed or crashed twice since the last lasting progress.
 
     Once is chance, and any error of the user's own comes on the first rank; so only deaths from outside count.
     """
-    failed = [one.device for one in still_counted(history) if one.cause == "lost" and one.device is not None]
+    lost = [one for one in still_counted(history) if one.cause == "lost"]
+    failed = [Device(one.node, one.device) for one in lost if one.device is not None]
     return frozenset(device for device in failed if failed.count(device) > 1)
 
 
@@ -176,3 +192,28 @@ def world_of(span: Span, here: int | None, gone: int) -> int | None:
 def too_few(span: Span, left: int) -> Stop:
     """Not this run's fault: back into the queue, where other machines may be."""
     return Stop(EXIT_REQUEUE, f"{left} devices are left, and train.devices asks for at least {span.least}")
+
+
+class Shape(NamedTuple):
+    """So many nodes, with so many ranks on each."""
+
+    nodes: int
+    ranks: int
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.ranks
+
+
+def shapes(free: Sequence[int], nodes: Span, ranks: Span) -> list[Shape]:
+    """What nodes can make together, the most ranks first, of equals on fewer nodes; as many on each, as a mesh has.
+
+    free: how many ranks each could give. The first, which holds the meeting, always takes part.
+    """
+    most, others = free[0], sorted(free[1:], reverse=True)
+    found = []
+    for count in range(nodes.least, min(nodes.most, len(free)) + 1):
+        each = min([ranks.most, most, *others[: count - 1]])
+        if each >= ranks.least:
+            found.append(Shape(count, each))
+    return sorted(found, key=lambda shape: (-shape.world, shape.nodes))

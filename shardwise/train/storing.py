@@ -26,8 +26,6 @@ from shardwise.launch import run_folder
 from shardwise.launch.run_folder import RunState
 from shardwise.train import opening
 
-FRUITLESS_LIMIT = 3
-
 
 class Kept(NamedTuple):
     """The store of this rank, and the lineage that its checkpoints have there; where it is no run folder's, the name of
@@ -124,7 +122,7 @@ def pass_over_fruitless(kept: Kept, opened: RunState) -> None:
             # Newest first: the last has no older one.
             for folder in left[:-1]:
                 count = max(counted.get(folder, 0), failed if folder == PurePosixPath(path).name else 0)
-                if count >= FRUITLESS_LIMIT:
+                if count >= marks.FRUITLESS_LIMIT:
                     marks.pass_over(kept.store, folder, f"{count} attempts failed from it and committed nothing")
 
     ranks.on_main(mark)

@@ -17,7 +17,11 @@ Kind = Literal[
     "flip bit",
     "truncate file",
     "full disk",
+    "slow disk",
+    "store errors",
 ]
+# Where a scratch run keeps its checkpoints: in its folder, or in an object store of its own (chaos_store.py).
+Where = Literal["disk", "s3"]
 Moment = Literal["opening", "training", "writing", "committing", "resuming"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # opening: the command runs, and no step was made; resuming: the same, where there is a checkpoint; training: after a
@@ -29,7 +33,11 @@ IN_TRAINING: tuple[Kind, ...] = ("flip bit", "truncate file", "full disk")
 # Damage alone is met only when something is loaded: the rank that is killed after it makes the run load.
 DAMAGE: tuple[Kind, ...] = ("flip bit", "truncate file")
 # What no process ends of at once: the run is expected to go on.
-QUIET: tuple[Kind, ...] = ("full disk",)
+QUIET: tuple[Kind, ...] = ("full disk", "slow disk", "store errors")
+# What comes between a run and where it writes, and so has to stand there from its beginning.
+PLANTED: tuple[Kind, ...] = ("slow disk", "store errors")
+# Whose checkpoints lie elsewhere has nothing to fear of these.
+OF_WHERE: dict[Where, tuple[Kind, ...]] = {"disk": ("full disk", "slow disk"), "s3": ("store errors",)}
 
 
 class Fault(NamedTuple):
@@ -72,6 +80,12 @@ class Verdict(NamedTuple):
     @property
     def survived(self) -> bool:
         return not self.findings
+
+
+def kinds_at(where: Where) -> tuple[Kind, ...]:
+    """The kinds that can befall a run whose checkpoints lie there."""
+    elsewhere = {kind for other, kinds in OF_WHERE.items() if other != where for kind in kinds}
+    return tuple(kind for kind in KINDS if kind not in elsewhere)
 
 
 def drawn(count: int, seed: int, kinds: Sequence[Kind] = KINDS, most_steps: int = 12) -> list[Fault]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.verify.faults import KINDS
+from shardwise.verify.faults import kinds_at
 
 RECIPE = """
 schema_version = 1
@@ -31,12 +31,14 @@ every_steps = 3
 LIMIT_SECONDS = 900
 
 
-def chaos(folder: Path, faults: int, seed: int, devices: int, zero: int, steps: int) -> dict[str, object]:
+def chaos(
+    folder: Path, faults: int, seed: int, devices: int, zero: int, steps: int, *more: str
+) -> dict[str, object]:
     (folder / "text.txt").write_text("".join(f"line {n} of a text to learn\n" for n in range(400)))
     (folder / "recipe.toml").write_text(RECIPE.format(steps=steps, zero=zero))
     command = [
         sys.executable, "-m", "shardwise", "dev", "chaos", "recipe.toml", "--faults", str(faults), "--seed", str(seed),
-        "--devices", str(devices), "--out", "out", "--json",
+        "--devices", str(devices), "--out", "out", "--json", *more,
     ]  # fmt: skip
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
     found: dict[str, object] = json.loads(done.stdout)
@@ -46,10 +48,17 @@ def chaos(folder: Path, faults: int, seed: int, devices: int, zero: int, steps: 
 
 def test_twenty_faults_of_every_kind_lose_nothing(tmp_path: Path) -> None:
     """Two of each kind. Every fault takes at most 12 steps to come, so all come before the run is over."""
-    found = chaos(tmp_path, 2 * len(KINDS), seed=5, devices=2, zero=0, steps=200)
+    found = chaos(tmp_path, 2 * len(kinds_at("disk")), seed=5, devices=2, zero=0, steps=200)
     assert found["findings"] == []
     assert found["survived"] and found["same_bits"] and found["ledger_faults"] == []
     assert found["not_reached"] == []
+
+
+def test_a_store_that_answers_badly_loses_nothing(tmp_path: Path) -> None:
+    kinds = ("--store", "s3", "--kind", "store errors", "--kind", "kill rank")
+    found = chaos(tmp_path, 6, 3, 2, 0, 100, *kinds)
+    assert found["findings"] == []
+    assert found["survived"] and found["same_bits"] and found["not_reached"] == []
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardwise as sw
 from shardwise import ranks
-from shardwise.checkpoint import Checkpointer, checkpointer
+from shardwise.checkpoint import Checkpointer, loads
 from shardwise.checkpoint.regions import local
 from shardwise.errors import CheckpointError
 from shardwise.models.counter_rng import fill_normal_
@@ -150,7 +150,7 @@ def load(folder: str, plan: dict[str, Any], tied: bool = True) -> dict[str, Any]
 def changed_on_the_way(folder: str, plan: dict[str, Any], name: str, rank: int) -> str:
     """What a resume says where one rank's memory changes a bit of one tensor after it was verified."""
     training = Training(folder, plan)
-    apply = checkpointer.apply
+    apply = loads.apply
 
     def changing(staged: Any, subject: Any) -> None:
         apply(staged, subject)
@@ -158,13 +158,13 @@ def changed_on_the_way(folder: str, plan: dict[str, Any], name: str, rank: int) 
         if ranks.rank() == rank and target is not None:
             local(target).view(torch.int32).view(-1)[-1] ^= 1 << 30
 
-    checkpointer.apply = changing
+    loads.apply = changing
     try:
         training.checkpointer.resume(strict_world=False)
     except CheckpointError as error:
         return str(error)
     finally:
-        checkpointer.apply = apply
+        loads.apply = apply
     return "loaded"
 
 

@@ -27,7 +27,8 @@ def say(**words: object) -> None:
 def host(address: Address, folder: str, until: int) -> int:
     """Begin an attempt when two have joined; end after `until` nodes were given up, or all have said how it ended."""
     listener = socket.create_server(address)
-    host = nodes.Host(listener, nodes.leave_secret(folder), "recipe", Span(2, 2), clock=clock)
+    wanted = meeting.Wanted(Span(2, 2), Span(1, 2))
+    host = nodes.Host(listener, nodes.leave_secret(folder), "recipe", wanted, clock=clock)
     say(listens=listener.getsockname()[:2])
     ends: dict[str, meeting.Ended] = {}
     begun, gone = False, 0

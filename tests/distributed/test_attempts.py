@@ -11,7 +11,9 @@ import pytest
 
 from shardwise.events.reader import read
 from shardwise.events.values import AnyEvent, AttemptEnded, Resumed, RunStarted, Step
+from shardwise.launch import local
 from shardwise.launch.run_folder import attempts_path, events_path
+from tests.distributed.listening import listens
 from tests.distributed.test_command import LIMIT_SECONDS, SHARDWISE, last_json, recipe, run, start, weights
 
 LIMIT = 2 * LIMIT_SECONDS
@@ -160,6 +162,7 @@ def test_a_term_to_the_command_saves_and_leaves_with_75_and_begins_nothing(tmp_p
     for line in process.stderr:
         if "step 4: saved" in line:
             break
+    assert listens(local.tree_pids(process.pid)) == {"127.0.0.1"}
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 75, err

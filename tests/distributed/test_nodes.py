@@ -1,6 +1,7 @@
 """The meeting of a run's nodes in real processes: on loopback, and on two hosts whose link is cut."""
 
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from shardwise.inputs.recipe import TrainSpec
 from shardwise.launch import address, local, watch
 from shardwise.launch.outcome import first_failure
+from tests.distributed import listening
 from tests.distributed.two_hosts import ADDRESSES, cut, two_hosts
 
 LIMIT_SECONDS = 60
@@ -86,31 +88,36 @@ def test_a_stopped_node_is_given_up_and_a_stopped_host_ends_its_nodes_with_75(st
     assert guests[0].wait(LIMIT_SECONDS) == 75
 
 
-# Every rank says what all ranks together know; where it is told to, the last one raises.
-RANKS = """
+# Every rank says what all ranks together know, and where it and its launcher listen; where it is told to, the last one
+# raises.
+RANKS = (
+    inspect.getsource(listening)
+    + """
 import os, sys
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 told = torch.tensor([10 ** dist.get_rank()])
 dist.all_reduce(told)
-print(dist.get_rank(), told.item(), flush=True)
+print(dist.get_rank(), told.item(), *sorted(listens([os.getpid(), os.getppid()])), flush=True)
 dist.barrier()
 if len(sys.argv) > 1 and dist.get_rank() == dist.get_world_size() - 1:
     raise ValueError("planted")
 dist.barrier()
 """
+)
+# Of the loopback interface, and not its first: what listens by default listens elsewhere.
+MEETS = "127.0.0.2"
 
 
 def jobs(folder: Path, *arguments: str, ranks: int = 2) -> list[local.Job]:
     """Two nodes on loopback, each with logs of its own."""
     (folder / "ranks.py").write_text(RANKS)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = address.free_port(MEETS)
     command = (str(folder / "ranks.py"), *arguments)
     return [
         local.Job(
             ranks=ranks, command=command, logs=str(folder / f"node-{node}"),
-            place=local.Place(node, 2, "127.0.0.1", port, address.interface_of("127.0.0.1")),
+            place=local.Place(node, 2, MEETS, port, address.interface_of("127.0.0.1")),
         )
         for node in range(2)
     ]  # fmt: skip
@@ -124,12 +131,20 @@ def test_the_ranks_of_two_nodes_are_one_group(tmp_path: Path, ranks: int) -> Non
     assert [one.wait(LIMIT_SECONDS) for one in started] == [0, 0]
     for job in made:
         folders = watch.rank_folders(Path(job.logs), job.first_rank)
-        said = {rank: (folder / "stdout.log").read_text().split() for rank, folder in folders.items()}
+        said = {rank: (folder / "stdout.log").read_text().split()[:2] for rank, folder in folders.items()}
         everyone = str(sum(10**rank for rank in range(job.world)))
         assert said == {rank: [str(rank), everyone] for rank in range(job.first_rank, job.first_rank + ranks)}
 
 
-def test_a_rank_that_raises_is_named_by_its_own_node_with_its_number_among_all(tmp_path: Path) -> None:
+def where_listens(job: local.Job) -> set[str]:
+    """What the ranks of a job said of themselves and their launcher."""
+    folders = watch.rank_folders(Path(job.logs), job.first_rank)
+    return {number for folder in folders.values() for number in (folder / "stdout.log").read_text().split()[2:]}
+
+
+def test_ranks_meet_at_the_address_that_is_told_and_one_that_raises_is_named_with_its_number_among_all(
+    tmp_path: Path,
+) -> None:
     made = jobs(tmp_path, "raise")
     started = [local.start(job) for job in made]
     ended = [watch.Ended(one.wait(LIMIT_SECONDS), None, False) for one in started]
@@ -142,6 +157,8 @@ def test_a_rank_that_raises_is_named_by_its_own_node_with_its_number_among_all(t
     assert failures[1] is not None
     assert (failures[1].rank, failures[1].error) == (3, "ValueError: planted")
     assert failures[0] is None or failures[0].rank in (0, 1)
+    # gloo listens at the interface's own address.
+    assert [where_listens(job) for job in made] == [{MEETS, "127.0.0.1"}, {"127.0.0.1"}]
 
 
 def test_an_address_has_the_interface_that_has_it() -> None:

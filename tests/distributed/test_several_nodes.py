@@ -1,5 +1,7 @@
 """`shardwise train --nodes` on two hosts, which are network namespaces: who comes, who is cut off, what is lost."""
 
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from shardwise.events.values import RunStarted
 from shardwise.launch.address import free_port
 from shardwise.launch.meeting import ENDED_SECONDS
 from shardwise.launch.run_folder import events_path
-from tests.distributed.test_attempts import LIMIT, ends
+from tests.distributed.test_attempts import LIMIT, ends, pids_of
 from tests.distributed.test_command import SHARDWISE, last_json, recipe, run, start, wait_for
 from tests.distributed.two_hosts import ADDRESSES, cut, join, two_hosts
 
@@ -81,6 +83,22 @@ def test_where_the_host_is_cut_off_all_nodes_end_in_the_bound_and_go_back_into_t
     assert (host.returncode, other.returncode) == (75, 75), err + told
     assert "1 node left, and --nodes asks for at least 2" in err
     assert other_took < LOST_SECONDS / 2 + ENDED_SECONDS and took < LOST_SECONDS + ENDED_SECONDS
+    require_each_sample_once(tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_device_of_one_node_that_fails_twice_is_left_out_and_every_node_gives_a_rank_less(tmp_path: Path) -> None:
+    recipe(tmp_path, steps=60, devices='"1:2"')
+    port = free_port("127.0.0.1")
+    with node(tmp_path, "2", "a", port=port) as host, node(tmp_path, "2", "b", port=port) as other:
+        for attempt in (1, 2):
+            wait_for(host, ": saved")
+            os.kill(pids_of(tmp_path, attempt)[3], signal.SIGKILL)
+        out, err = host.communicate(timeout=LIMIT)
+        other.communicate(timeout=LIMIT)
+    assert (host.returncode, other.returncode) == (0, 0), err
+    assert [(end.cause, end.world) for end in ends(tmp_path)] == [("lost", 4), ("lost", 2), ("done", None)]
+    assert worlds(tmp_path, 3) == [4, 4, 2] and last_json(out)["step"] == 60
     require_each_sample_once(tmp_path)
 
 

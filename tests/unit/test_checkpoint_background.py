@@ -90,12 +90,12 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, A
 
 
 def change(checkpointer: Checkpointer, value: float) -> None:
-    subject = checkpointer._subject
+    subject = checkpointer._shared.subject
     fill(subject.modules[""], subject.optimizers[""], dict(checkpointer.state), value)
 
 
 def everything(checkpointer: Checkpointer) -> torch.Tensor:
-    subject = checkpointer._subject
+    subject = checkpointer._shared.subject
     moments = [state["exp_avg"] for state in subject.optimizers[""].state.values()]
     tensors = [*subject.modules[""].state_dict().values(), *moments, checkpointer.state["average"]]
     return torch.cat([tensor.reshape(-1).float() for tensor in (*tensors, checkpointer.state["table"][1])])
@@ -144,7 +144,7 @@ def test_host_memory_is_flat_over_a_hundred_saves_and_stated() -> None:
     # Each tensor begins at 64 bytes.
     (bytes_held,) = held
     assert share <= bytes_held < share + 64 * len(_contents(checkpointer))
-    addresses = {checkpointer._buffer.take(_parts(checkpointer))[0].values.data_ptr() for _ in range(3)}
+    addresses = {checkpointer._shared.buffer.take(_parts(checkpointer))[0].values.data_ptr() for _ in range(3)}
     assert len(addresses) == 1
 
 
@@ -152,7 +152,7 @@ def _parts(checkpointer: Checkpointer) -> list[Part]:
     from shardwise.checkpoint.saving import prepare
     from shardwise.checkpoint.snapshot import snapshot
 
-    return prepare(checkpointer.store, 1, lambda: snapshot(checkpointer._subject)).parts
+    return prepare(checkpointer.store, 1, lambda: snapshot(checkpointer._shared.subject)).parts
 
 
 def _contents(checkpointer: Checkpointer) -> list[Content]:
@@ -200,7 +200,7 @@ def test_what_may_pass_is_tried_again_in_the_thread_and_told() -> None:
 
 
 def _without_pauses(checkpointer: Checkpointer) -> None:
-    checkpointer.backoff_seconds = 0.0
+    checkpointer._shared.backoff_seconds = 0.0
 
 
 def test_a_save_that_fails_is_an_event_and_training_goes_on_until_the_policy_says_stop() -> None:
@@ -228,7 +228,7 @@ def test_a_full_disk_is_not_tried_again_and_leaves_what_was() -> None:
     checkpointer.settle()
     before = dict(store.values)
     faulty = FaultyStore(store, at=6, fault=disk_full)
-    checkpointer.store = faulty
+    checkpointer._shared.store = faulty
     checkpointer.begin(2)
     assert checkpointer.settle() is None
     assert "the disk is full" in kept.events[-1].error

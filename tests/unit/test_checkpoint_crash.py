@@ -98,7 +98,7 @@ def resumed(run: Path) -> int:
 
 
 def everything(checkpointer: Checkpointer) -> list[torch.Tensor]:
-    subject = checkpointer._subject
+    subject = checkpointer._shared.subject
     moments = [state["momentum_buffer"] for state in subject.optimizers[""].state.values()]
     return [*subject.modules[""].parameters(), *moments]
 

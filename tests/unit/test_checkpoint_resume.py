@@ -1,6 +1,7 @@
 """Save and resume in one process: the bits of a run that was never stopped, or a clear refusal."""
 
 import copy
+import errno
 import math
 import random
 import signal
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardwise.checkpoint import Checkpointer, LocalStore, marks
+from shardwise.checkpoint.loads import LoadFailed
 from shardwise.checkpoint.retention import look
 from shardwise.errors import CheckpointError, RecipeError
 from shardwise.events import Events, Fallback, Resumed, Saved
@@ -404,6 +406,63 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(tmp_path: Path
                 assert [type(event) for event in kept.events] == [Fallback, Resumed]
         path.write_bytes(whole)
     assert Run(seed=1).checkpointer(tmp_path).resume() == 2
+
+
+def with_two(folder: Path) -> tuple[Run, Path]:
+    """A run with checkpoints of steps 1 and 2, and where the newer one lies."""
+    run = Run()
+    checkpointer = run.checkpointer(folder)
+    for step in (1, 2):
+        run.step()
+        newest = Path(checkpointer.save(step).path)
+    return run, newest
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
+def test_what_cannot_be_read_is_passed_over_and_the_one_before_is_taken(tmp_path: Path, name: str) -> None:
+    """A link to itself cannot be opened by anybody, root too."""
+    _, newest = with_two(tmp_path)
+    (newest / name).unlink()
+    (newest / name).symlink_to(name)
+    kept = Kept()
+    again = Run(seed=1).checkpointer(tmp_path, events=Events([kept]), policy=CheckpointPolicy(retries=0))
+    assert again.resume() == 1
+    assert [item.folder for item in again.skipped] == [newest.name] and "symbolic links" in again.skipped[0].why
+    assert [type(event) for event in kept.events] == [Fallback, Resumed]
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_costs_no_step(tmp_path: Path) -> None:
+    with_two(tmp_path)
+
+    def stale(operation: str) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    reads = FaultyStore(LocalStore(tmp_path / "checkpoints"), at=0, fault=stale)
+    counting = Run(seed=1).checkpointer(tmp_path, store=reads, policy=CheckpointPolicy(retries=0))
+    assert counting.resume() == 2
+    last = max(at for at, said in enumerate(reads.operations, start=1) if said.startswith("read step"))
+    kept = Kept()
+    reads = FaultyStore(LocalStore(tmp_path / "checkpoints"), at=last, fault=stale)
+    again = Run(seed=1).checkpointer(tmp_path, store=reads, events=Events([kept]), policy=CheckpointPolicy(retries=1))
+    again._shared.backoff_seconds = 0.0
+    assert again.resume() == 2 and again.skipped == ()
+    assert [type(event) for event in kept.events] == [Fallback, Resumed] and "tried again" in kept.events[0].what
+
+
+def test_a_load_that_fails_counts_against_its_checkpoint_and_one_that_does_not_fit_counts_nothing(
+    tmp_path: Path,
+) -> None:
+    _, newest = with_two(tmp_path)
+    store = LocalStore(tmp_path / "checkpoints")
+    for count in (1, 2):
+        again = Run(seed=1)
+        again.average.load_state_dict = lambda state: state["not there"]  # type: ignore[method-assign]
+        with pytest.raises(LoadFailed, match=f"{newest.name} could not be loaded: rank 0: KeyError while it was read"):
+            again.checkpointer(tmp_path).resume()
+        assert marks.failures(store) == {newest.name: count}
+    with pytest.raises(CheckpointError, match="parts differ"):
+        Checkpointer(tmp_path, nn.Linear(1, 1), state=Run().state(), data=Position()).resume()
+    assert marks.failures(store) == {newest.name: 2}
 
 
 def flipped(data: bytes, position: int) -> bytes:

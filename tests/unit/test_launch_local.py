@@ -52,9 +52,9 @@ def test_one_rank_is_plain_python() -> None:
 
 def test_several_ranks_go_through_torchrun_on_loopback_without_restarts() -> None:
     line = render(Job(ranks=3, command=("-m", "my.module", "--x"), logs="l"))
-    assert line[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert line[:3] == [sys.executable, "-m", "shardwise.torchrun"]
     assert line[-3:] == ["-m", "my.module", "--x"]
-    assert {"--standalone", "--nproc-per-node=3", "--max-restarts=0", "--local-addr=127.0.0.1"} <= set(line)
+    assert {"--rdzv-endpoint=127.0.0.1:0", "--nproc-per-node=3", "--max-restarts=0", "--nnodes=1"} <= set(line)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -71,8 +71,8 @@ def test_nodes_number_their_ranks_through_and_meet_where_they_are_told(nodes: in
     assert held == list(range(nodes * ranks)) and {one.world for one in jobs} == {nodes * ranks}
     for node, one in enumerate(jobs):
         line = set(render(one))
-        assert {f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=10.0.0.1", "--master-port=4000"} <= line
-        assert "--max-restarts=0" in line and "--standalone" not in line
+        assert {f"--nnodes={nodes}", f"--rdzv-conf=rank={node}", "--rdzv-endpoint=10.0.0.1:4000"} <= line
+        assert "--max-restarts=0" in line
         assert local.default_variables(one)["GLOO_SOCKET_IFNAME"] == "eth1"
 
 

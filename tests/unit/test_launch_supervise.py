@@ -5,6 +5,8 @@ from typing import get_args
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE
 from shardwise.inputs.recipe import Restarts
@@ -12,6 +14,7 @@ from shardwise.launch.outcome import Cause
 from shardwise.launch.supervise import (
     LASTING_SECONDS,
     LONGEST_PAUSE_SECONDS,
+    Device,
     Exit,
     Restart,
     Span,
@@ -19,6 +22,7 @@ from shardwise.launch.supervise import (
     decide,
     left_out,
     pause_seconds,
+    shapes,
     still_counted,
     too_few,
     world_of,
@@ -113,6 +117,12 @@ def test_an_error_before_anything_was_trained_is_not_tried_again_unless_its_kind
     assert isinstance(decide([Exit(1, "crash", 1, step=1, error="ValueError: late")], BUDGETS), Restart)
 
 
+def test_a_load_that_fails_is_tried_again_within_the_budget_since_another_checkpoint_is_taken_in_time() -> None:
+    failed = Exit(attempt=1, cause="crash", code=1, error="LoadFailed: step-00000008 could not be loaded: rank 0: why")
+    answers = [decide([failed] * count, BUDGETS) for count in range(1, BUDGETS.crashes + 2)]
+    assert [isinstance(answer, Restart) for answer in answers] == [True] * BUDGETS.crashes + [False]
+
+
 def test_told_to_stop_ends_it_here_and_elsewhere_costs_nothing() -> None:
     for cause, code in (("preempted", EXIT_REQUEUE), ("interrupted", EXIT_INTERRUPTED), ("done", EXIT_DONE)):
         assert decide(exits(cause), BUDGETS) == Stop(code)  # type: ignore[arg-type]
@@ -129,10 +139,12 @@ def test_the_first_failure_is_not_waited_for_and_later_ones_ever_longer() -> Non
 
 def test_a_device_is_left_out_when_its_rank_is_lost_a_second_time() -> None:
     def lost(device: int, gained: float = 0.0) -> Exit:
-        return Exit(1, "lost", 1, step=device, device=device, gained_seconds=gained)
+        return Exit(1, "lost", 1, step=device, device=device, node="a", gained_seconds=gained)
 
     assert left_out([lost(2), lost(1)]) == frozenset()
-    assert left_out([lost(2), lost(1), lost(2)]) == {2}
+    assert left_out([lost(2), lost(1), lost(2)]) == {Device("a", 2)}
+    elsewhere = msgspec.structs.replace(lost(2), node="b")
+    assert left_out([lost(2), elsewhere]) == frozenset()
     assert left_out([lost(2), lost(2, LASTING_SECONDS)]) == frozenset()
     crashed = msgspec.structs.replace(lost(0), cause="crash")
     assert left_out([crashed, crashed]) == frozenset()
@@ -154,6 +166,32 @@ def test_as_many_ranks_as_are_left_between_the_least_and_the_most(
     span: Span, here: int | None, gone: int, world: int | None
 ) -> None:
     assert world_of(span, here, gone) == world
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=6), st.data())
+def test_nodes_make_the_largest_mesh_that_all_who_take_part_can_give(free: list[int], data: st.DataObject) -> None:
+    least, most = sorted(data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6))))
+    low, high = sorted(data.draw(st.tuples(st.integers(1, 8), st.integers(1, 8))))
+    found = shapes(free, Span(least, most), Span(low, high))
+    for shape in found:
+        assert least <= shape.nodes <= most and low <= shape.ranks <= high
+        assert free[0] >= shape.ranks and sum(one >= shape.ranks for one in free) >= shape.nodes
+    assert [shape.world for shape in found] == sorted((shape.world for shape in found), reverse=True)
+    able = [
+        nodes * ranks
+        for nodes in range(least, min(most, len(free)) + 1)
+        for ranks in range(low, high + 1)
+        if free[0] >= ranks and sum(one >= ranks for one in free) >= nodes
+    ]
+    assert max(able, default=0) == max((shape.world for shape in found), default=0)
+
+
+def test_a_node_with_a_bad_device_is_left_out_where_the_others_are_more_without_it() -> None:
+    nodes, ranks = Span(1, 16), Span(1, 8)
+    assert shapes([8, 7], nodes, ranks)[0] == (2, 7)
+    assert shapes([8] * 15 + [7], nodes, ranks)[0] == (15, 8)
+    assert shapes([7, 8], nodes, ranks)[0] == (2, 7)  # the first holds the meeting
+    assert shapes([8] * 7 + [7], nodes, ranks)[0] == (7, 8)  # of equals the fewer: one stays in reserve
 
 
 def test_too_few_devices_go_back_into_the_queue() -> None:

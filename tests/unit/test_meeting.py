@@ -13,7 +13,7 @@ from shardwise.inputs.recipe import Restarts, TrainSpec
 from shardwise.launch import meeting
 from shardwise.launch.meeting import Begin, Ended, Join, Member, NoMessage
 from shardwise.launch.outcome import Cause
-from shardwise.launch.supervise import Exit, Restart, Span, Stop, decide
+from shardwise.launch.supervise import Device, Exit, Restart, Span, Stop, decide
 
 RECIPE, SECRET, NONCE = "abc", "secret", "nonce"
 FOR_NODES = (
@@ -38,8 +38,9 @@ def join(node: str = "b", recipe: str = RECIPE, device: str = "cpu", secret: str
     return Join(node, 2, device, recipe, meeting.prove(secret, NONCE, node))
 
 
-def refused(said: Join, members: tuple[Member, ...] = (), most: int = 2) -> str:
-    no = meeting.refusal(said, RECIPE, meeting.prove(SECRET, NONCE, said.node), members, most)
+def refused(said: Join, members: tuple[Member, ...] = (), ranks: tuple[int, int] = (1, 8), alike: bool = True) -> str:
+    wanted = meeting.Wanted(Span(1, 2), Span(*ranks), alike)
+    no = meeting.refusal(said, RECIPE, meeting.prove(SECRET, NONCE, said.node), members, wanted)
     return "" if no is None else no.what
 
 
@@ -123,7 +124,10 @@ def test_who_takes_part_and_who_does_not() -> None:
     assert "another recipe" in refused(join(recipe="def"))
     assert "already" in refused(join(), (member("b"),))
     assert "cpu" in refused(join(), (member("a", device="H100"),))
-    assert "gives 2 ranks; the others give 4" in refused(join(), (member("a")._replace(devices=4),))
+    more = (member("a")._replace(devices=4),)
+    assert "has 2 devices; the others have 4" in refused(join(), more)
+    assert refused(join(), more, (2, 4), alike=False) == ""
+    assert "asks for at least 3" in refused(join(), more, (3, 4), alike=False)
     assert "2 nodes" in refused(join(), (member("a"), member("c")))
 
 
@@ -170,9 +174,14 @@ def test_an_attempt_that_ended_for_a_node_that_came_is_not_counted_and_where_it_
     assert (crashed.cause, crashed.elsewhere, crashed.step, crashed.committed) == ("crash", False, 7, 8)
 
 
-def test_a_device_of_another_node_is_not_left_out_here() -> None:
-    assert meeting.together({"a": ended("done", 0), "b": ended("lost", device=1)}, [], "a", BEFORE).device is None
-    assert meeting.together({"a": ended("lost", device=1)}, [], "a", BEFORE).device == 1
+def test_a_device_is_known_by_its_node_and_left_out_there_alone() -> None:
+    lost = meeting.together({"a": ended("crash"), "b": ended("lost", device=1)}, [], "a", BEFORE)
+    assert (lost.node, lost.device) == ("b", 1)
+    gone = meeting.together({"a": ended("lost", device=1)}, ["b"], "a", BEFORE)
+    assert gone.device is None  # what a node takes with it says nothing of the others' devices
+    left = {Device("b", 1), Device("b", 0), Device("c", 2)}
+    parts = meeting.parts([member("a"), member("b")], 2, 3, "10.0.0.1", 4000, b"{}", left)
+    assert [part.leave_out for part in parts.values()] == [(), (0, 1)]
 
 
 def test_all_done_is_done_and_nobody_heard_is_what_was_before() -> None:

@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli import nodes as verb
-from shardwise.cli.hosting import Round
 from shardwise.errors import RecipeError
 from shardwise.inputs.hardware import MachineFacts, local_cluster
 from shardwise.launch import address, meeting
 from shardwise.launch.meeting import Begin, EndAttempt, Ended, FromHost, Join, Over
 from shardwise.launch.nodes import Guest, Host
 from shardwise.launch.outcome import Cause
+from shardwise.launch.rounds import Round
 from shardwise.launch.supervise import Exit, Span
+from shardwise.launch.task import Several
 from shardwise.plan import rough_memory
 from shardwise.plan.machines import used
 
@@ -25,8 +26,13 @@ def test_what_is_asked_for_is_what_was_written(least: int, most: int, port: int)
     least, most = sorted((least, most))
     for text in (f"{least}:{most}", *([f"{most}"] if least == most else [])):
         asked = verb.asked_for(text, f"node-0:{port}", "b")
-        assert asked == verb.Several(Span(least, most), ("node-0", port), "b")
+        assert asked == Several(Span(least, most), ("node-0", port), "b")
     assert verb.asked_for(None, None, None) is None
+
+
+@given(st.sampled_from(["node-0", "10.0.0.1", "fd00::1", "::1"]), st.integers(0, 65535))
+def test_an_address_is_read_as_it_is_written(host: str, port: int) -> None:
+    assert address.parts_of(address.written((host, port))) == (host, port)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,7 @@ def test_what_is_asked_for_is_what_was_written(least: int, most: int, port: int)
         ("3:2", "a:1", None, "--nodes 2:3"), ("2", None, None, "without --rendezvous"),
         (None, "a:1", None, "without --nodes"), (None, None, "b", "--node-name without --nodes"),
         ("2", "a", None, "no HOST:PORT"), ("2", "a:0", None, "no HOST:PORT"), ("2", "a:65536", None, "no HOST:PORT"),
-        ("2", "a:1", "b/c", "is no name"), ("2", "a:1", "", "is no name"),
+        ("2", "fd00::1:29400", None, "no HOST:PORT"), ("2", "a:1", "b/c", "is no name"), ("2", "a:1", "", "is no name"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_for_says_why(
@@ -47,7 +53,8 @@ def test_what_cannot_be_asked_for_says_why(
 
 
 @pytest.mark.parametrize(
-    ("host", "said"), [("nowhere.invalid", "no IPv4 address"), ("0.0.0.0", "no one node's address")]
+    ("host", "said"),
+    [("nowhere.invalid", "has no address"), ("0.0.0.0", "no one node's address"), ("::", "no one node's")],
 )  # RFC 6761: .invalid never resolves
 def test_an_address_that_no_node_reaches_is_refused(host: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
@@ -57,11 +64,12 @@ def test_an_address_that_no_node_reaches_is_refused(host: str, said: str) -> Non
 def test_one_listens_at_an_address_and_nowhere_else_and_who_comes_second_joins() -> None:
     assert address.resolve(("localhost", 1)) == ("127.0.0.1", 1)
     assert address.is_here("127.0.0.1") and not address.is_here("203.0.113.9")  # RFC 5737: nobody has it
-    where = ("127.0.0.1", address.free_port("127.0.0.1"))
-    first = address.listen(where)
-    assert first is not None and first.getsockname() == where
-    with first:
-        assert address.listen(where) is None
+    for number in ("127.0.0.1", *(["::1"] if address.is_here("::1") else [])):
+        where = (number, address.free_port(number))
+        first = address.listen(where)
+        assert first is not None and first.getsockname()[:2] == where
+        with first:
+            assert address.listen(where) is None
 
 
 class Meeting:
@@ -69,7 +77,8 @@ class Meeting:
 
     def __init__(self, listener: socket.socket) -> None:
         self.now, self.listener = 100.0, listener
-        self.host = Host(listener, "secret", "recipe", Span(1, 3), (join("a"),), clock=lambda: self.now)
+        wanted = meeting.Wanted(Span(1, 3), Span(1, 1))
+        self.host = Host(listener, "secret", "recipe", wanted, (join("a"),), clock=lambda: self.now)
         self.guests: dict[str, Guest] = {}
         self.come("b")
 
@@ -83,7 +92,7 @@ class Meeting:
     def round(self, *names: str, attempt: int = 2) -> Round:
         members = [one for one in self.host.members if one.node in names]
         given = meeting.parts(members, 1, attempt, "127.0.0.1", 4000, b"{}")
-        return Round(self.host, "a", attempt, given, lambda nodes: nodes > len(given), clock=lambda: self.now)
+        return Round(self.host, "a", attempt, given, lambda nodes: nodes > len(given), print, clock=lambda: self.now)
 
     def hears(self, name: str, this: Round) -> list[FromHost]:
         heard: list[FromHost] = []
@@ -156,7 +165,7 @@ def test_a_node_that_comes_takes_part_after_the_next_save_and_not_before(met: Me
 
 def test_a_node_that_no_plan_can_use_waits(met: Meeting) -> None:
     given = meeting.parts(met.host.members, 1, 2, "127.0.0.1", 4000, b"{}")
-    this = Round(met.host, "a", 2, given, lambda nodes: False, clock=lambda: met.now)
+    this = Round(met.host, "a", 2, given, lambda nodes: False, print, clock=lambda: met.now)
     met.come("c")
     assert [this.wish(committed) for committed in (10, 20)] == [None, None]
 

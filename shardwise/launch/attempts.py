@@ -1,22 +1,52 @@
 """Attempt after attempt until a run is done or is not to be tried again: launch/supervise.py decides, this acts."""
 
 import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from shardwise.cli.follow import Followed
 from shardwise.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from shardwise.events.live import sentence
-from shardwise.events.values import AttemptEnded
+from shardwise.events.values import AnyEvent, AttemptEnded
 from shardwise.events.writer import EventWriter
 from shardwise.inputs.recipe import Restarts
-from shardwise.launch import run_folder, watch
+from shardwise.launch import local, run_folder, watch
+from shardwise.launch.outcome import Cause, FirstFailure
 from shardwise.launch.progress import Progress
-from shardwise.launch.supervise import Exit, Restart, Stop, decide
+from shardwise.launch.supervise import Device, Exit, Restart, Stop, decide
 
 POLL_SECONDS = 0.05
+Say = Callable[[str], None]
+
+
+class Followed(NamedTuple):
+    """How a job ended, and what its run told: all events, but of the steps only the first and the last.
+
+    shown: whether the first rank has said the failure on the screen already.
+    """
+
+    code: int
+    events: tuple[AnyEvent, ...]
+    cause: Cause
+    failure: FirstFailure | None
+    shown: bool
+    logs: str
+
+
+class Follow(Protocol):
+    """Starts a job and stands by it to its end; what it shows is the caller's."""
+
+    def __call__(
+        self,
+        job: local.Job,
+        run: Path | None,
+        attempt: int,
+        *,
+        came: list[int],
+        progress: Progress | None = None,
+        wish: Callable[[], watch.Wish | None] = lambda: None,
+    ) -> Followed: ...
 
 
 class Again(Exception):
@@ -27,11 +57,12 @@ class Again(Exception):
         self.stop = stop
 
 
-def exit_of(followed: Followed, attempt: int, progress: Progress, devices: tuple[int, ...]) -> Exit:
-    """What the supervisor needs to know of an attempt. `devices`: of its ranks, by rank."""
+def exit_of(followed: Followed, attempt: int, progress: Progress, devices: Sequence[int], first: int = 0) -> Exit:
+    """What the supervisor needs to know of an attempt. `devices`: of its ranks on this node, from `first` on."""
     failure = followed.failure
     lost = progress.lost
-    place = None if failure is None or failure.rank >= len(devices) else devices[failure.rank]
+    at = -1 if failure is None else failure.rank - first
+    place = devices[at] if 0 <= at < len(devices) else None
     said = failure.text.strip().splitlines() if failure is not None else []
     fix = next((line.partition("fix:")[2].strip() for line in said if line.strip().startswith("fix:")), "")
     step = progress.step if failure is None or failure.step is None else failure.step
@@ -63,7 +94,7 @@ def said(ended: Exit, answer: Restart | Stop, begins: int, world: int | None) ->
 
 
 Attempt = Callable[[int, list[int], Progress], tuple[Exit, Followed]]
-Prepare = Callable[[frozenset[int]], int | None]
+Prepare = Callable[[frozenset[Device]], int | None]
 
 
 def supervised(
@@ -71,14 +102,15 @@ def supervised(
     attempt: Attempt,
     prepare: Prepare,
     budgets: Restarts,
+    say: Say,
     idle: Callable[[float], object] = time.sleep,
 ) -> Followed:
     """Begin attempts until one is the last; its Followed, with the code of the whole.
 
     run: the run's folder, where it is known by now; attempt: what follows one, given how many were made before and the
     signals that came; prepare: makes ready for another one without these devices, and says how many ranks it has; it
-    raises Again where there can be none; idle: spends so many seconds of a pause. A signal that comes between two
-    attempts ends the run with its code.
+    raises Again where there can be none; say: shows a line; idle: spends so many seconds of a pause. A signal that
+    comes between two attempts ends the run with its code.
     """
     history: list[Exit] = []
     progress = Progress()
@@ -90,11 +122,10 @@ def supervised(
             answer, world = _answer(history, budgets, came, prepare)
             event = said(ended, answer, ended.attempt + 1, world)
             if isinstance(answer, Restart) or (answer.why and (len(history) > 1 or ended.elsewhere)):
-                print(f"{sentence(event)}; its logs: {followed.logs}", file=sys.stderr, flush=True)
-            _keep(run(), event)
+                say(f"{sentence(event)}; its logs: {followed.logs}")
+            _keep(run(), event, say)
             if isinstance(answer, Restart) and _paused(answer.pause_seconds, came, idle):
                 continue
-            followed.tell()
             return followed._replace(code=answer.code if isinstance(answer, Stop) else told_code(came))
 
 
@@ -112,7 +143,7 @@ def _answer(
         return no.stop, None
 
 
-def _keep(run: Path | None, event: AttemptEnded) -> None:
+def _keep(run: Path | None, event: AttemptEnded, say: Say) -> None:
     """A full disk must not end what could go on: the screen has it anyway."""
     if run is None or not run.is_dir():
         return
@@ -120,7 +151,7 @@ def _keep(run: Path | None, event: AttemptEnded) -> None:
         with EventWriter(run_folder.attempts_path(run)) as writer:
             writer.emit(event)
     except OSError as error:
-        print(f"{run_folder.attempts_path(run)} does not hold this: {error}", file=sys.stderr)
+        say(f"{run_folder.attempts_path(run)} does not hold this: {error}")
 
 
 def _paused(seconds: float, came: list[int], idle: Callable[[float], object]) -> bool:

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.attempts import Again, supervised
-from shardwise.cli.follow import Followed
 from shardwise.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from shardwise.events.reader import read
 from shardwise.events.values import AttemptEnded, RolledBack, RunStarted, Saved, Step
 from shardwise.inputs.recipe import Restarts
+from shardwise.launch.attempts import Again, Followed, supervised
 from shardwise.launch.progress import Progress
 from shardwise.launch.run_folder import attempts_path
-from shardwise.launch.supervise import Exit, Stop
+from shardwise.launch.supervise import Device, Exit, Stop
 
 
 class Script:
@@ -22,7 +21,7 @@ class Script:
 
     def __init__(self, folder: Path, *exits: Exit, sends: int = 0) -> None:
         self.folder, self.exits, self.sends = folder, exits, sends
-        self.left_out: list[frozenset[int]] = []
+        self.left_out: list[frozenset[Device]] = []
         self.begun = 0
 
     def attempt(self, before: int, came: list[int], progress: Progress) -> tuple[Exit, Followed]:
@@ -33,12 +32,12 @@ class Script:
             os.kill(os.getpid(), self.sends)
         return ended, Followed(ended.code, (), ended.cause, None, False, "logs")
 
-    def prepare(self, leave_out: frozenset[int]) -> int:
+    def prepare(self, leave_out: frozenset[Device]) -> int:
         self.left_out.append(leave_out)
         return 2
 
     def supervised(self, budgets: Restarts = Restarts()) -> int:  # noqa: B008 (a frozen value)
-        return supervised(lambda: self.folder, self.attempt, self.prepare, budgets).code
+        return supervised(lambda: self.folder, self.attempt, self.prepare, budgets, print).code
 
 
 def crash(attempt: int) -> Exit:
@@ -59,7 +58,7 @@ def test_attempts_go_on_until_one_is_done_and_each_is_kept(tmp_path: Path) -> No
 def test_a_device_that_failed_twice_is_left_out_of_the_next_attempt(tmp_path: Path) -> None:
     script = Script(tmp_path, crash(1), crash(2), done(3))
     assert script.supervised(Restarts(crashes=2)) == 0
-    assert script.left_out == [frozenset(), frozenset({1})]
+    assert script.left_out == [frozenset(), frozenset({Device("", 1)})]
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, EXIT_REQUEUE), (signal.SIGINT, EXIT_INTERRUPTED)])
@@ -73,10 +72,10 @@ def test_a_signal_as_an_attempt_ends_begins_no_other(tmp_path: Path, sent: int, 
 def test_no_attempt_begins_where_none_can(tmp_path: Path) -> None:
     script = Script(tmp_path, crash(1))
 
-    def none(leave_out: frozenset[int]) -> int:
+    def none(leave_out: frozenset[Device]) -> int:
         raise Again(Stop(EXIT_REQUEUE, "1 device is left"))
 
-    assert supervised(lambda: tmp_path, script.attempt, none, Restarts()).code == EXIT_REQUEUE
+    assert supervised(lambda: tmp_path, script.attempt, none, Restarts(), print).code == EXIT_REQUEUE
 
 
 def started(step: int) -> RunStarted:
