@@ -137,7 +137,7 @@ def _conversions(module: nn.Module) -> Sequence[Any]:
 
 
 def _module_names(module: nn.Module, files: Mapping[str, Stored], wanted: Container[str]) -> dict[str, str]:
-    """The module's name for each in the files: families were renamed, and some files leave the model's own prefix out."""
+    """The module's name for each in the files: families were renamed, and some files leave the model's prefix out."""
     from transformers.core_model_loading import rename_source_key
 
     renamings, prefix = list(_conversions(module)), f"{getattr(module, 'base_model_prefix', '')}."
