@@ -5,6 +5,7 @@ there is any rank: `python -m shardwise.train.before_ranks PLAN ANSWER` is that 
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,7 +105,8 @@ def _of_recipe(plan: Plan) -> str:
     # What a recipe's data is made of; shapes are looked at, and number 0 is a token of every vocabulary.
     tokens = torch.zeros((2, plan.recipe.data.sequence_length), dtype=torch.int64)
     call = _call(module, inputs, {"tokens": tokens, "labels": tokens.clone()})
-    return rehearse(module, plan.decision, spec, call)
+    with hf.NumbersAreOne() if spec.hf is not None else nullcontext():
+        return rehearse(module, plan.decision, spec, call)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ is not there. An empty update comes first, so that the step is what every later 
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.data.micros import MicroBatch
+from shardwise.models.hf import build as hf
 from shardwise.parallel.parallelize import parallel_of, parallelize
 from shardwise.parallel.pipeline import Shape
 from shardwise.plan import check, schedules
@@ -104,7 +106,8 @@ def loss_layout(plan: Plan, subject: Subject) -> Layout:
     Raises: RunFailed for what forward and the loss raise for these shapes.
     """
     doing = Doing("the module is built on meta")
-    with told("Every rank", doing), torch.device("meta"), torch.no_grad():
+    reading = hf.NumbersAreOne() if plan.recipe.model.hf is not None else nullcontext()
+    with told("Every rank", doing), torch.device("meta"), torch.no_grad(), reading:
         module = doing.module = subject.build()
         doing.what = "a batch goes through the whole module on meta"
         batch = subject.batch(1)

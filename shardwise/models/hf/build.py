@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from shardwise.models.hf import folder as folders
 from shardwise.models.hf import lora, weights
 from shardwise.models.hf.folder import Stored
 from shardwise.names import canonical
+from shardwise.torch_private import READS_A_NUMBER, OperatorMode
 
 # What forward gets of a batch; labels stay with the loss. A batch of token data has its ids as `tokens`.
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds")
@@ -86,6 +87,16 @@ def inputs(batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (), {**taken, "use_cache": False}
 
 
+class NumbersAreOne(OperatorMode):
+    """A number that is read of a tensor on meta is one, which is true. Masks are looked at for padding, and positions
+    for several documents in a row: forward then goes the way of batches that have neither."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is READS_A_NUMBER and args[0].is_meta:
+            return True if args[0].dtype is torch.bool else 1
+        return operator(*args, **(kwargs or {}))
+
+
 def on_meta(folder: Path) -> nn.Module:
     """The module of this folder's config, without memory. Raises: ModelError where transformers builds none."""
     try:
@@ -108,16 +119,33 @@ def on_meta(folder: Path) -> nn.Module:
 
 def _require_plain_names(module: nn.Module, folder: Path) -> None:
     """Raises: ModelError for a family whose files hold its weights otherwise than its modules do."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    changed = [one for one in get_model_conversion_mapping(module) or () if isinstance(one, WeightConverter)]
-    if changed:
+    if any(isinstance(one, WeightConverter) for one in _conversions(module)):
         raise ModelError(
             f"{type(module).__name__} ({folder}) cannot be loaded yet.",
             why="its files hold experts one by one and its modules hold them together, which is not built",
             fix="a dense model, or model=lambda: AutoModelForCausalLM.from_pretrained(...) where a host can hold it",
         )
+
+
+def _conversions(module: nn.Module) -> Sequence[Any]:
+    """What transformers does to the names and the values in files of this family."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return tuple(get_model_conversion_mapping(module) or ())
+
+
+def _module_names(module: nn.Module, files: Mapping[str, Stored], wanted: Container[str]) -> dict[str, str]:
+    """The module's name for each in the files: families were renamed, and some files leave the model's prefix out."""
+    from transformers.core_model_loading import rename_source_key
+
+    renamings, prefix = list(_conversions(module)), f"{getattr(module, 'base_model_prefix', '')}."
+    found = {}
+    for name in sorted(files):
+        renamed, _ = rename_source_key(name, renamings, [])
+        found[name] = prefix + renamed if renamed not in wanted and prefix + renamed in wanted else renamed
+    return found
 
 
 def _spelled(tensor: torch.Tensor) -> str:
@@ -128,10 +156,8 @@ def _matched(module: nn.Module, files: Mapping[str, Stored], folder: Path) -> di
     """The file's tensor of each name of the module's that it holds. Raises: ModelError for a two-way difference."""
     wanted = {canonical(n): p for n, p in module.named_parameters(remove_duplicate=False)}
     wanted |= {n: b for n, b in module.named_buffers() if n in module.state_dict()}
-    prefix = f"{getattr(module, 'base_model_prefix', '')}."
-    named = {
-        prefix + name if name not in wanted and prefix + name in wanted else name: one for name, one in files.items()
-    }
+    names = _module_names(module, files, wanted)
+    named = {names[name]: one for name, one in files.items()}
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     more = [n for n in named if n not in wanted and not any(re.search(pattern, n) for pattern in ignored)]
     tied = {name: group for group in inspect.ties(module) for name in group}
