@@ -14,6 +14,7 @@ from shardwise.launch import hang, local, run_folder, watch
 from shardwise.launch.attempts import Followed
 from shardwise.launch.outcome import came_after_stop, cause_of, exit_code, first_failure
 from shardwise.launch.progress import Progress
+from shardwise.launch.stopped import Stopped
 from shardwise.report import errors
 
 SHOWN_BYTES = 65536
@@ -88,7 +89,8 @@ def follow(
     since, kills = time.time(), local.kernel_kills()
     process = local.start(job)
     screen = Screen(watch.Output(logs), tail, quiet_stdout, progress)
-    ended = _watched(process, screen.tick, came, wish)
+    stopped = Stopped(job, process.pid)
+    ended = _watched(process, screen.tick, came, lambda: wish() or ("end" if stopped.found() else None))
     if ended.killed or ended.returned not in IN_ORDER:
         watch.end_left(job)
     exits = watch.exits(logs, job.world, ended, process.pid)

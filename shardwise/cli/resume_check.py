@@ -130,6 +130,7 @@ def _replay(plan: Plan, until: int, *, quiet_stdout: bool) -> int:
         cores=plan.cluster.node.host_cores or 1,
         watched=True,
         on_cpu=plan.cluster.kind == "cpu",
+        hang_seconds=plan.recipe.train.hang_seconds,
     )
     followed = follow(job, run, 1, quiet_stdout=quiet_stdout)
     tell(followed)

@@ -196,6 +196,7 @@ def _job(made: Plan, logs: Path, devices: tuple[str, ...] = ()) -> local.Job:
         cores=made.cluster.node.host_cores or 1,
         watched=True,
         on_cpu=made.cluster.kind == "cpu",
+        hang_seconds=made.recipe.train.hang_seconds,
     )
 
 

@@ -51,7 +51,8 @@ class Job(msgspec.Struct, frozen=True):
 
     shutdown_seconds: between a TERM from torchrun and its KILL, as long as a save may take. devices: names of the GPUs,
     one a rank; empty: as they are visible. tells: the file in which the Trainer says where its run lies. on_cpu: what a
-    step makes lies in host memory. place: None where all ranks are on this machine.
+    step makes lies in host memory. place: None where all ranks are on this machine. hang_seconds: a process of it that
+    is stopped for so long is a hang; 0 is never.
     """
 
     ranks: int
@@ -64,6 +65,7 @@ class Job(msgspec.Struct, frozen=True):
     tells: str = ""
     on_cpu: bool = False
     place: Place | None = None
+    hang_seconds: float = 60.0
 
     @property
     def world(self) -> int:

@@ -17,7 +17,7 @@ import pytest
 
 from shardwise.events.reader import read
 from shardwise.events.values import Hung
-from shardwise.launch import hang, processes
+from shardwise.launch import hang, local, processes
 from tests.distributed.test_command import last_json, recipe, start, wait_for
 
 LIMIT = 120
@@ -191,6 +191,25 @@ def test_a_stopped_rank_of_a_run_is_told_by_the_command_and_by_the_events(tmp_pa
     assert [(one.rank, one.state) for one in hung] == [(1, "stopped")]
     assert last_json(out)["finished"] is False
     assert gone(ranks)
+
+
+def command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def test_a_launcher_that_is_stopped_before_any_rank_is_there_is_told_and_ended(tmp_path: Path) -> None:
+    """Nobody watches yet: found by `shardwise dev chaos`, which stopped one while a run was resumed."""
+    process = start(hung_recipe(tmp_path), tmp_path)
+    until = time.monotonic() + LIMIT
+    while not (below := [pid for pid in local.tree_pids(process.pid)[1:] if b"torchrun" in command_line(pid)]):
+        assert time.monotonic() < until and process.poll() is None
+    os.kill(below[0], signal.SIGSTOP)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1, err
+    assert "its launcher, process" in err and "is stopped" in err and f"kill -CONT {below[0]}" in err
+    assert gone(below)
 
 
 SLOW = """
