@@ -31,9 +31,7 @@ every_steps = 3
 LIMIT_SECONDS = 900
 
 
-def chaos(
-    folder: Path, faults: int, seed: int, devices: int, zero: int, steps: int, *more: str
-) -> dict[str, object]:
+def chaos(folder: Path, faults: int, seed: int, devices: int, zero: int, steps: int, *more: str) -> dict[str, object]:
     (folder / "text.txt").write_text("".join(f"line {n} of a text to learn\n" for n in range(400)))
     (folder / "recipe.toml").write_text(RECIPE.format(steps=steps, zero=zero))
     command = [
