@@ -24,6 +24,10 @@ _PASSING_KINDS = frozenset(
 )  # fmt: skip
 
 
+# A generator of its own: the global one is the user's, and a further try must not change what is trained.
+_DRAWS = random.Random()
+
+
 class Retries(NamedTuple):
     """At most `tries` in all; the n-th wait is half to all of first_seconds * 2^n, and at most most_seconds."""
 
@@ -31,7 +35,7 @@ class Retries(NamedTuple):
     first_seconds: float = 0.2
     most_seconds: float = 10.0
 
-    def waits(self, draw: Callable[[], float] = random.random) -> Iterator[float]:
+    def waits(self, draw: Callable[[], float] = _DRAWS.random) -> Iterator[float]:
         """Seconds before each further try; `draw` gives 0 to 1, so that ranks do not come back in step.
 
         Source: exponential backoff with equal jitter, M. Brooker, AWS Architecture Blog, 2015.

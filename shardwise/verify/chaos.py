@@ -211,12 +211,13 @@ class _Driver:
         if not steps or not self._open:
             return
         first = self._open[0]
-        if self.watch.attempt > self._open[-1].attempt:
+        ending = [one for one in self._open if one.fault.kind not in QUIET]
+        if not ending:
+            self._survived(self.watch.step)
+        elif self.watch.attempt > ending[-1].attempt:
             begun_after = steps[0].step - 1
             last = before if attempt == first.attempt else first.step
             self._survived(begun_after, max(0, last - begun_after))
-        elif first.fault.kind in QUIET:
-            self._survived(self.watch.step)
 
     def _survived(self, step: int, lost: int = 0) -> None:
         for index, opened in enumerate(self._open):

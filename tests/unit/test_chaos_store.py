@@ -1,5 +1,6 @@
 """The object store of a scratch run: a Store's laws hold, and what is done while it is bad is whole or absent."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def test_its_objects_are_files_of_the_runs_folder(store: ObjectStore, tmp_path: 
 def test_whatever_it_does_meanwhile_a_value_is_whole_or_absent(server: BadStore, tmp_path: Path, seed: int) -> None:
     """Three in four requests fail, so of two tries some fail for good: of those, the value is there or it is not."""
     store, beside = connected(tries=2), LocalStore(tmp_path / "run" / "checkpoints")
+    users = random.getstate()
     values = {f"key-{number}": bytes([number]) * size for number, size in enumerate((1, 1000, PART, 3 * PART + 7))}
     server.harm(600.0, seed / 7)
     done = set[str]()
@@ -76,4 +78,7 @@ def test_whatever_it_does_meanwhile_a_value_is_whole_or_absent(server: BadStore,
     for key, value in values.items():
         connected().create(key, value)  # what is there equals it
     # An upload that nobody completed is listed under a name of its own, and costs nobody a key.
+    assert (
+        random.getstate() == users
+    )  # its position is kept in checkpoints, and decides what a script of the user's draws
     assert [key for key in connected().list() if not key.startswith(".")] == sorted(values)
