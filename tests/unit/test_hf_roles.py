@@ -1,4 +1,4 @@
-"""What tensor parallel splits of a family of Hugging Face: tried on a small model of its make, as weights are on meta."""
+"""What tensor parallel splits of a family of Hugging Face: tried on a small model, as weights are on meta."""
 
 from pathlib import Path
 
