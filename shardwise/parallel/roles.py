@@ -7,6 +7,7 @@ whole on every rank, and `why` says so.
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.models.decoder import Attention, Decoder, FeedForward
+from shardwise.models.hf import small
 from shardwise.models.linear import Linear
 from shardwise.names import canonical
 from shardwise.parallel.trial import Region, splits
@@ -95,6 +97,8 @@ def _doubt(module: nn.Module, region: Region) -> str:
     """Why a guess is not taken; empty where it was tried and holds."""
     holds = splits(module, region)
     if holds is None:
+        holds = _splits_alike(module, region)
+    if holds is None:
         return (
             f"{region.path} stays whole: it could not be tried by itself, on a hidden tensor alone; "
             "model.roles says what is known of it"
@@ -122,6 +126,22 @@ def is_norm(module: nn.Module) -> bool:
 def is_elementwise(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     return isinstance(module, Dropout) or any(word in name for word in ELEMENTWISE)
+
+
+def _splits_alike(module: nn.Module, region: Region) -> bool | None:
+    """The answer of the same place in a small model of the same make, which has numbers, and what is called with more
+    than a hidden tensor; None where there is none such."""
+    alike = small.alike(module)
+    # Of blocks in a row the first stands for all: what a region computes does not depend on which of them it is in.
+    path = re.sub(r"(^|\.)\d+(\.|$)", r"\g<1>0\2", region.path, count=1)
+    if alike is None or path not in alike.calls:
+        return None
+    if path not in alike.said:
+        found, _ = _guess(alike.module.get_submodule(path), path)
+        alike.said[path] = None if found is None else splits(alike.module, found, alike.calls[path])
+        if found is not None and bool(found.parts) != bool(region.parts):
+            alike.said[path] = None
+    return alike.said[path]
 
 
 def inside(path: str, root: str) -> bool:

@@ -1,7 +1,7 @@
 """A region is tried before it is split: its parts, one after another, must come to what the whole computes."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,11 +30,16 @@ class _Reached(Exception):
     """The row layer was called."""
 
 
-def splits(module: nn.Module, region: Region) -> bool | None:
+# What a module is called with.
+Called = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def splits(module: nn.Module, region: Region, called: Called | None = None) -> bool | None:
     """Whether the row layer's sum over the parts, put in its place, gives the whole region's output.
 
     None where it cannot be tried: weights on meta, or a forward that takes more than a hidden tensor. It is tried on 8
-    random positions in eval mode; modes and the caller's generators are as before.
+    random positions in eval mode, or with what it was `called` with, where the first output is looked at; modes and the
+    caller's generators are as before.
     """
     inner, row = module.get_submodule(region.path), module.get_submodule(region.row)
     columns = [module.get_submodule(path) for path in region.columns]
@@ -42,19 +47,25 @@ def splits(module: nn.Module, region: Region) -> bool | None:
     if weight.is_meta or isinstance(weight, DTensor):
         return None
     x = torch.randn(2, 4, columns[0].in_features, generator=torch.Generator().manual_seed(0)).to(weight)
+    args, kwargs = called or ((x,), {})
     count = _smallest_split(region, columns)
+
+    def run() -> Any:
+        output = inner(*args, **kwargs)
+        return output[0] if called is not None and isinstance(output, tuple) and output else output
+
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _evaluating(inner):
         try:
-            whole = inner(x)
+            whole = run()
         except Exception:
             return None
         if not isinstance(whole, torch.Tensor):
             return None
         try:
-            parts = [_part(inner, columns, row, region, x, part, count) for part in range(count)]
+            parts = [_part(run, columns, row, region, part, count) for part in range(count)]
             total = sum(parts) if row.bias is None else sum(parts) + row.bias
             with _cut(columns, row, region, 0, count), _instead(row, lambda _: total):
-                split = inner(x)
+                split = run()
         except Exception:
             return False
     if not isinstance(split, torch.Tensor) or split.shape != whole.shape:
@@ -72,11 +83,10 @@ def _smallest_split(region: Region, columns: Sequence[nn.Module]) -> int:
 
 
 def _part(
-    inner: nn.Module,
+    run: Callable[[], Any],
     columns: Sequence[nn.Module],
     row: nn.Module,
     region: Region,
-    x: torch.Tensor,
     part: int,
     count: int,
 ) -> torch.Tensor:
@@ -90,7 +100,7 @@ def _part(
 
     with _cut(columns, row, region, part, count), _instead(row, reached):
         try:
-            inner(x)
+            run()
         except _Reached:
             return found[0]
     raise ValueError("the row layer was not called")

@@ -155,7 +155,8 @@ def fixed_by(recipe: Recipe, cluster: Cluster) -> dict[str, int]:
         # "auto" splits our own decoder alone; of others it is not known what looks at several positions.
         fixed["sequence_parallel"] = int(model.sequence_parallel is True)
     if not isinstance(request, PlanRequest):
-        return fixed
+        # Which layers of a family can be split shows when it is built: nothing is planned on it unasked.
+        return fixed if model.hf is None else {**fixed, "tp": 1}
     fixed |= {name: getattr(request, name) for name in ("pp", "cp", "tp", "ep")}
     fixed |= {"recompute": RECOMPUTE.index(request.recompute), "offload": OFFLOAD.index(request.offload)}
     wished = {name: getattr(request, name) for name in ("dp_replicate", "dp_shard", "zero", "stages_per_rank")}

@@ -1,8 +1,11 @@
 """A small model of the same make: a family's own code on few numbers, for what is proved before a run."""
 
+import copy
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -47,6 +50,57 @@ def build(folder: Path, shape: Arch, seed: int = 0) -> nn.Module:
             fix="packing = false; for verify --half dry, which takes the model as it is",
         ) from error
     return module
+
+
+class Alike(NamedTuple):
+    """A small model of the same make, and what each of its modules was called with in one forward, by path.
+
+    said: answers that were found by trying it, kept.
+    """
+
+    module: nn.Module
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+    said: dict[str, bool | None]
+
+
+_alike: WeakKeyDictionary[nn.Module, Alike | None] = WeakKeyDictionary()
+
+
+def alike(module: nn.Module) -> Alike | None:
+    """Of a module of transformers; None of any other, or where none can be built and called."""
+    if module not in _alike:
+        _alike[module] = _made_alike(module)
+    return _alike[module]
+
+
+def _made_alike(module: nn.Module) -> Alike | None:
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return None
+    try:
+        config = copy.deepcopy(module.config)
+        _shrink(config, ALIKE)
+        with materialize.seeded(0), torch.device("cpu"):
+            made: nn.Module = type(module)(config).float().eval()
+            tokens = torch.randint(2, ALIKE.vocab_size, (2, 6))
+            return Alike(made, _called(made, tokens), {})
+    except Exception:  # a family's own code: any of it may fail on sizes that it was not made for
+        return None
+
+
+@torch.no_grad()
+def _called(module: nn.Module, tokens: torch.Tensor) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    hooks = [
+        inner.register_forward_pre_hook(
+            lambda _inner, args, kwargs, path=path: calls.setdefault(path, (args, kwargs)) and None, with_kwargs=True
+        )
+        for path, inner in module.named_modules()
+    ]
+    module(input_ids=tokens, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return calls
 
 
 def _shrink(config: Any, shape: Arch) -> None:
