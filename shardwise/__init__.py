@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shardwise.inputs.recipe import CheckpointPolicy as CheckpointPolicy
     from shardwise.inputs.recipe import PlanRequest as PlanRequest
     from shardwise.inputs.recipe import Recipe as Recipe
+    from shardwise.interop.sealed import newest_whole as newest_whole
+    from shardwise.interop.transformers_trainer import TransformersCallback as TransformersCallback
     from shardwise.models.decoder import Decoder as Decoder
     from shardwise.optimizer.schedules import constant as constant
     from shardwise.optimizer.schedules import cosine as cosine
@@ -62,6 +64,8 @@ _HOME = {
     "parallelize": "parallel.parallelize", "forward_backward": "train.step", "clip_grad_norm": "train.step",
     "check_ranks": "train.own_loop", "Checkpointer": "checkpoint.checkpointer", "is_main": "ranks",
     "StopSignals": "resilience.signals", "Watchdog": "resilience.watchdog",
+    # in transformers.Trainer
+    "TransformersCallback": "interop.transformers_trainer", "newest_whole": "interop.sealed",
     # errors
     "ShardwiseError": "errors",
 }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Shardwise beside other people's training loops and formats."""
