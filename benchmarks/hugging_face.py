@@ -5,8 +5,8 @@ Run: python -m benchmarks.hugging_face load [--parameters 1.0e9] [--blocks 3]
 
 load: a Llama of so many parameters in bf16 files. Ours: sw.Trainer under zero 3, until its shards are filled. Theirs:
 each rank calls from_pretrained and hands the model to Accelerate, as its user writes it. Seconds are from all ranks'
-imports to the slowest rank's end; bytes are the most that all ranks together held of the host's memory at a time, by PSS
-(pages of files that are mapped count once). Both in fp32, as they train on CPU.
+imports to the slowest rank's end; bytes are the most that all ranks together held of the host's memory at a time, by
+PSS (pages of files that are mapped count once). Both in fp32, as they train on CPU.
 step: tokens a second with each tool's defaults, on two ranks, or one where a tool's default is one; tools take turns.
 """
 
