@@ -30,7 +30,7 @@ def chaos(asked: Asked) -> int:
 
     Raises: RecipeError, RunFolderError.
     """
-    kinds = _kinds(asked)
+    kinds = kinds_of(asked)
     folder = Path(asked.folder).resolve()
     if folder.exists():
         raise RunFolderError(
@@ -53,7 +53,7 @@ def chaos(asked: Asked) -> int:
     return EXIT_DONE if verdict.survived else EXIT_FAILED
 
 
-def _kinds(asked: Asked) -> tuple[Kind, ...]:
+def kinds_of(asked: Asked) -> tuple[Kind, ...]:
     """Those that are asked for, or all that can befall such a run here. Raises: RecipeError."""
     able = kinds_at(asked.where)
     if (reason := _not_here(asked.where)) and asked.where == "s3":

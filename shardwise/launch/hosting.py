@@ -146,11 +146,11 @@ class Hosting:
 
     def _best(self) -> Shape:
         """The largest that a plan can use; who is not in it waits. Raises: PlanInfeasible where no plan runs."""
-        shapes = self._shapes()
-        for shape in shapes:
+        found = self._shapes()
+        for shape in found:
             if isinstance(self._plan(shape), Plan):
                 return shape
-        raise self._plan(shapes[-1])  # type: ignore[misc]  # none of them is a Plan
+        raise self._plan(found[-1])  # type: ignore[misc]  # none of them is a Plan
 
     def _plan(self, shape: Shape) -> "Plan | PlanInfeasible":
         """The same for the same shape: a run that goes on with it has the bits of one that was whole."""

@@ -23,6 +23,10 @@ def text(verdict: Verdict, folder: str) -> str:
     lines.append(
         f"weights   {'the bits of the undisturbed run' if verdict.same_bits else 'NOT the bits of the undisturbed run'}"
     )
+    if verdict.late:
+        lines.append(f"disk      {verdict.late} writes and syncs were late")
+    if verdict.harmed:
+        lines.append(f"store     {verdict.harmed} requests failed, or their answers did")
     lines += [f"never came: {fault}, the run was over before" for fault in verdict.not_reached]
     lines += [f"FOUND     {finding}" for finding in verdict.findings]
     count = len(verdict.befell)
@@ -58,6 +62,8 @@ def as_json(verdict: Verdict, folder: str) -> str:
             "same_bits": verdict.same_bits,
             "ledger_faults": None if verdict.proof is None else list(verdict.proof.faults),
             "seconds": verdict.seconds,
+            "late": verdict.late,
+            "harmed": verdict.harmed,
             "folder": folder,
         }
     )

@@ -90,6 +90,8 @@ def disturbed(
         same,
         tuple(findings),
         time.monotonic() - began,
+        0 if disk is None else disk.delayed,
+        0 if store is None else store.harmed,
     )
 
 

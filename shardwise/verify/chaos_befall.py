@@ -96,12 +96,18 @@ def _damage(fault: Fault, folder: Path) -> bool:
 
 
 def ranks_below(command: int) -> list[int]:
-    """The ranks' processes below the command, lowest process first; not the watcher that the first one starts."""
+    """The ranks' processes below the command, lowest process first; not the watcher that the first one starts, nor a
+    launcher that has started none yet.
+    """
     below = local.tree_pids(command)[1:]
     for pid in below:  # parents first: the launcher comes before its ranks
         if found := [one for one in local.worker_pids(pid) if one != pid]:
-            return sorted(found) if "shardwise.torchrun" in _command_of(pid) else [pid]
-    return below[:1]
+            return sorted(found) if _is_launcher(pid) else [pid]
+    return [] if below and _is_launcher(below[0]) else below[:1]
+
+
+def _is_launcher(pid: int) -> bool:
+    return "shardwise.torchrun" in _command_of(pid)
 
 
 def _command_of(pid: int) -> str:

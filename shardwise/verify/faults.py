@@ -67,7 +67,9 @@ class Befell(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What was survived. `findings`: everything that was not as promised; empty where nothing was lost."""
+    """What was survived. `findings`: everything that was not as promised; empty where nothing was lost. late, harmed:
+    how many calls a slow disk answered late, and to how many requests a store did harm.
+    """
 
     befell: tuple[Befell, ...]
     not_reached: tuple[Fault, ...]
@@ -76,6 +78,8 @@ class Verdict(NamedTuple):
     same_bits: bool
     findings: tuple[str, ...]
     seconds: float
+    late: int = 0
+    harmed: int = 0
 
     @property
     def survived(self) -> bool:

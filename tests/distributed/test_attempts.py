@@ -169,3 +169,58 @@ def test_a_term_to_the_command_saves_and_leaves_with_75_and_begins_nothing(tmp_p
     assert "attempt 2" not in err and [one.cause for one in ends(tmp_path)] == ["preempted"]
     newest = max(int(path.name.split("-")[1]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert newest == last_json(out)["step"] > 4
+
+
+def test_checkpoints_that_are_damaged_or_cannot_be_read_are_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    command = recipe(tmp_path, steps=12, devices=1)
+    assert run(command, tmp_path).returncode == 0
+    oldest, middle, newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    held = middle / "rank-00000.safetensors"
+    held.unlink()
+    held.symlink_to(held.name)  # nobody can open it, root too
+    raw = bytearray((newest / held.name).read_bytes())
+    raw[-9] ^= 1
+    (newest / held.name).write_bytes(raw)
+    done = run([*command, "--set", "train.steps=14", "--set", "checkpoint.retries=0"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"{newest.name} was passed over" in done.stderr and f"{middle.name} was passed over" in done.stderr
+    assert [event.path for event in told(tmp_path) if isinstance(event, Resumed)] == [str(oldest)]
+    once = run([SHARDWISE, "checkpoints", "ledger", "run"], tmp_path)
+    assert once.returncode == 0, once.stdout + once.stderr
+
+
+# Its average cannot be loaded as it was after step 8, and says so only when it is asked to.
+FAILS_TO_LOAD = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import shardwise as sw
+class Average:
+    steps = 0
+    def state_dict(self): return {"steps": self.steps}
+    def load_state_dict(self, state):
+        if state["steps"] == 8: raise RuntimeError("an average of eight")
+        self.steps = state["steps"]
+x, average = torch.arange(256.0).reshape(64, 4) / 256, Average()
+trainer = sw.Trainer(
+    model=lambda: nn.Linear(4, 1), loss=lambda o, b: sw.Loss((o - b[1]).square().sum(), len(b[1])),
+    optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01), data=sw.Batches(TensorDataset(x, x.sum(1, True))),
+    global_batch=8, run="run", checkpoint=sw.CheckpointPolicy(every_steps=4), state={"average": average})
+for step in trainer.run(steps=int(__import__("os").environ["STEPS"])):
+    average.steps = step.number
+"""
+
+
+@pytest.mark.nightly
+def test_a_load_that_fails_three_times_is_given_up_for_the_checkpoint_before_within_the_budget(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS_TO_LOAD)
+    command = [SHARDWISE, "run", "--devices", "1", "train.py"]
+    assert run(command, tmp_path, env={**os.environ, "STEPS": "8"}).returncode == 0
+    done = run(command, tmp_path, env={**os.environ, "STEPS": "10"})
+    assert done.returncode == 0, done.stderr
+    assert (
+        "an average of eight" in done.stderr
+        and "crash 3 of 3" in done.stderr
+        and "3 attempts failed from it" in done.stderr
+    )
+    assert [event.step for event in told(tmp_path) if isinstance(event, Resumed)] == [4]

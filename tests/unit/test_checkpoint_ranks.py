@@ -199,7 +199,7 @@ def derived(name: str) -> dict[str, Any]:
     optimizer = optimizer_of(module)
     if name != "tp":
         train(module, optimizer)
-    kept = snapshot(Checkpointer("unused", module, optimizer)._subject)
+    kept = snapshot(Checkpointer("unused", module, optimizer)._shared.subject)
     layout = kept.layout()
     said = ranks.gather_json({key: str(region) for key, region in layout.regions.items()})
     for key, region in layout.regions.items():

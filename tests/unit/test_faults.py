@@ -5,9 +5,11 @@ from collections import Counter
 
 import pytest
 
+from shardwise.cli import chaos
 from shardwise.data.ledger import Proof
+from shardwise.errors import RecipeError
 from shardwise.report import chaos as report
-from shardwise.verify.faults import IN_TRAINING, KINDS, Befell, Fault, Verdict, drawn
+from shardwise.verify.faults import IN_TRAINING, KINDS, Befell, Fault, Verdict, drawn, kinds_at
 
 
 def test_the_same_seed_draws_the_same_faults_and_another_seed_others():
@@ -25,9 +27,38 @@ def test_what_harms_a_file_comes_while_there_is_one_and_all_moments_come():
     faults = drawn(400, 0)
     assert {fault.moment for fault in faults if fault.kind in IN_TRAINING} == {"training"}
     others = Counter(fault.moment for fault in faults if fault.kind not in IN_TRAINING)
-    # 280 draws of five moments: 56 each, with a standard deviation of 6.7; a moment left out would have none.
+    # 300 draws of five moments: 60 each, with a standard deviation of 6.9; a moment left out would have none.
     assert len(others) == 5 and min(others.values()) > 20
     assert all(1 <= fault.after_steps <= 12 and 0 <= fault.draw < 1 for fault in faults)
+
+
+def test_what_befalls_a_disk_befalls_no_store_and_both_ways():
+    assert set(kinds_at("disk")) | set(kinds_at("s3")) == set(KINDS)
+    assert set(KINDS) - set(kinds_at("disk")) == {"store errors"}
+    assert set(KINDS) - set(kinds_at("s3")) == {"full disk", "slow disk"}
+
+
+def asked(**changed):
+    return chaos.Asked("r.toml", (), 3, 0, (), 1, "disk", "out", False)._replace(**changed)
+
+
+@pytest.mark.parametrize(("kind", "where"), [("store errors", "disk"), ("full disk", "s3")])
+def test_a_kind_that_needs_the_other_store_says_which_and_comes_with_it(kind, where, monkeypatch):
+    monkeypatch.setattr(chaos.chaos_store, "why_not", lambda: "")
+    with pytest.raises(RecipeError, match=f"does not come with --store {where}") as refused:
+        chaos.kinds_of(asked(kinds=(kind,), where=where))
+    other = refused.value.fix.removeprefix("--store ")
+    assert chaos.kinds_of(asked(kinds=(kind,), where=other)) == (kind,)
+
+
+def test_a_slow_disk_that_cannot_be_had_is_left_out_and_said_and_refused_where_it_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(chaos.chaos_disk, "why_not", lambda: "a container forbids it")
+    assert set(kinds_at("disk")) - set(chaos.kinds_of(asked())) == {"slow disk"}
+    assert "slow disk is left out: a container forbids it" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="a container forbids it"):
+        chaos.kinds_of(asked(kinds=("slow disk",)))
+    with pytest.raises(RecipeError, match="is no fault"):
+        chaos.kinds_of(asked(kinds=("bad luck",)))
 
 
 def verdict(**changed):
