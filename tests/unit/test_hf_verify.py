@@ -106,6 +106,7 @@ def test_parity_trains_a_small_model_of_the_same_make(family: str, split: dict[s
     assert found.passed, (found.fault, found.skipped)
 
 
+@nightly
 def test_parity_tells_a_fault_of_a_model_of_hugging_face(root: Path) -> None:
     folder = hf_work.write("llama", root / "fault")
     found = parity(planned(folder, {"dp_replicate": 2, "dp_shard": 1}), mutation="drop-reduce")
