@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import DataError
+from shardwise.inputs import hub
 
 Tokens = NDArray[np.unsignedinteger]
 
@@ -49,9 +50,16 @@ def require_rows(tokenizer: Tokenizer, rows: int | None, model: str) -> None:
     """Raises: DataError where the model's embedding has fewer rows than the tokenizer has ids; None is not known."""
     if rows is None or tokenizer.vocab_size <= rows:
         return
-    of_bytes = tokenizer.source == "bytes"
+    reasons = {
+        "bytes": ("256 bytes and a separator between documents", 'data.tokenizer = "auto", the model\'s own'),
+        model.removeprefix(hub.PREFIX): (
+            "tokens were added to it, or these files are not of one model",
+            "resize_token_embeddings(len(tokenizer)), and save model and tokenizer; or give files that belong together",
+        ),
+    }
+    other = (f"{tokenizer.source} is of another model", 'data.tokenizer = "auto", the model\'s own')
+    why, fix = reasons.get(tokenizer.source, other)
     raise DataError(
         f"{model} embeds {rows} token ids, and the tokenizer has ids up to {tokenizer.vocab_size - 1}.",
-        why="256 bytes and a separator between documents" if of_bytes else f"{tokenizer.source} is of another model",
-        fix='data.tokenizer = "auto", the model\'s own, or the folder of one that belongs to it',
-    )
+        why=why, fix=fix,
+    )  # fmt: skip

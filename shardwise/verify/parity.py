@@ -40,6 +40,7 @@ def parity(plan: Plan, *, compiled: bool = False, mutation: str = "") -> Verdict
     """
     started = time.monotonic()
     _require_buildable(plan)
+    _require_whole(plan)
     logic = shrink.shrink(plan, precision="fp64", compiled=compiled)
     rounding = shrink.shrink(plan, precision="fp32", compiled=compiled)
     world = logic.decision.mesh.world
@@ -71,6 +72,15 @@ def _require_buildable(plan: Plan) -> None:
             f"verify does not know how to make a small model of {plan.recipe.model.hf!r}.",
             why="its model_type is none whose sizes are known here",
             fix="shardwise verify --half dry, which takes the model as it is",
+        )
+
+
+def _require_whole(plan: Plan) -> None:
+    if plan.recipe.model.hf is not None and plan.recipe.model.trainable != "full":
+        raise RecipeError(
+            "verify does not compare adapters or frozen parts yet.",
+            why="it trains a small model of the same make, which has not the parts that model.trainable names",
+            fix='shardwise verify --half dry, or model.trainable = "full"',
         )
 
 

@@ -80,5 +80,5 @@ def _builder(plan: Plan) -> Callable[[], nn.Module]:
     arch, model = plan.arch, plan.recipe.model
     if model.hf is not None:
         folder = hub.find(model.hf, weights=False)
-        return lambda: hf.on_meta(folder)
+        return lambda: hf.trained_in_part(hf.on_meta(folder), model.trainable)
     return materialize.load_factory(model.factory) if arch is None and model.factory else lambda: Decoder(arch)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.errors import RecipeError
 from shardwise.inputs.arch import arch_of
 from shardwise.inputs.hardware import MachineFacts, local_cluster, parse_cluster
 from shardwise.inputs.recipe import Recipe, from_keys
@@ -22,10 +23,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hf")
 
 
-def recipe(folder: Path, plan: object = "auto") -> Recipe:
+def recipe(folder: Path, plan: object = "auto", **model: object) -> Recipe:
     return from_keys(
         {
-            "model": {"hf": str(folder)},
+            "model": {"hf": str(folder), **model},
             "data": {"text": ["a.txt"], "sequence_length": 16},
             "batch": {"global_batch": 8},
             "train": {"steps": 1, "plan": plan, "precision": "fp32"},
@@ -34,8 +35,8 @@ def recipe(folder: Path, plan: object = "auto") -> Recipe:
     )
 
 
-def planned(folder: Path, plan: object = "auto") -> Plan:
-    asked = recipe(folder, plan)
+def planned(folder: Path, plan: object = "auto", **model: object) -> Plan:
+    asked = recipe(folder, plan, **model)
     cluster = local_cluster(MachineFacts(cpus=4, host_memory_bytes=2**34))
     return automatic.plan(asked, arch_of(asked.model, "cpu"), cluster)
 
@@ -62,6 +63,18 @@ def test_a_dry_run_has_the_model_in_its_own_sizes(family: str, split: dict[str, 
     assert max(held) <= 4 * size
     if "zero" in split:
         assert max(held) < 4 * size * 0.6
+
+
+def test_what_is_frozen_has_no_states_in_a_dry_run_and_is_not_compared(root: Path) -> None:
+    folder = hf_work.write("llama", root / "frozen")
+    part = planned(folder, {"dp_replicate": 2, "dp_shard": 1}, trainable={"frozen": ["model.*"]})
+    (run, *_), (whole, *_) = dry_run(part).ranks, dry_run(planned(folder, {"dp_replicate": 2, "dp_shard": 1})).ranks
+    assert run.peak.live.parameters == whole.peak.live.parameters
+    head = hf_work.VOCABULARY * 32 * 4
+    assert run.peak.live.states == pytest.approx(2 * head, rel=0.01)  # AdamW's two moments, and a count
+    with pytest.raises(RecipeError, match="frozen parts") as caught:
+        parity(part)
+    assert "--half dry" in caught.value.fix
 
 
 def test_a_plan_that_is_searched_for_a_model_of_hugging_face_runs(root: Path) -> None:
@@ -93,6 +106,7 @@ def test_parity_trains_a_small_model_of_the_same_make(family: str, split: dict[s
     assert found.passed, (found.fault, found.skipped)
 
 
+@nightly
 def test_parity_tells_a_fault_of_a_model_of_hugging_face(root: Path) -> None:
     folder = hf_work.write("llama", root / "fault")
     found = parity(planned(folder, {"dp_replicate": 2, "dp_shard": 1}), mutation="drop-reduce")

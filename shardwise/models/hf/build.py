@@ -42,16 +42,22 @@ def causal_lm(
     found = {name: held[name] for name in held} | {
         name: held[other] for name in first for other in first if first[name] == first[other] and other in held
     }
-    if trainable != "full" and trainable.lora is not None:
-        module = lora.adapt(module, trainable.lora)
-    elif trainable != "full":
-        freeze(module, trainable.frozen)
+    module = trained_in_part(module, trainable)
 
     def fill(placed: nn.Module) -> None:
         weights.fill(placed, found)
         lora.initialize(placed, seed)
 
     return module, fill
+
+
+def trained_in_part(module: nn.Module, trainable: Literal["full"] | TrainableSpec) -> nn.Module:
+    """The module on meta with what is frozen, or with adapters in it. Raises: ModelError."""
+    if trainable != "full" and trainable.lora is not None:
+        return lora.adapt(module, trainable.lora)
+    if trainable != "full":
+        freeze(module, trainable.frozen)
+    return module
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
