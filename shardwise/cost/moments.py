@@ -15,6 +15,7 @@ from shardwise.cost.calibration import memory_constants
 from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, SPLIT_BACKWARD
 from shardwise.cost.parameters import Numbers
 from shardwise.cost.standing import Floats, Rank, once
+from shardwise.inputs.arch import Experts
 
 Held = NDArray[np.float64]  # [category, n]
 CATEGORIES = (
@@ -159,6 +160,8 @@ def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
     told = (done == 0) & (rank.candidates.pp > 1) & ~rank.last & rank.stack.ours
     beside = beside - np.where(told, standing.hidden(rank), 0.0)
     yield _backward(rank, done, standing.activations_kept(rank, done), work + beside, down, -copies)
+    if rank.workload.arch.moe_layers and rank.stack.ours:
+        yield _at_sent(rank, done, inner)
     kept = np.where(rank.candidates.recompute == RECOMPUTE.index("none"), ffn_part, 0.0)
     again = np.maximum(work - np.where(rank.candidates.recompute > 0, ffn_part, 0.0), 0.0)
     cast = rank.stack.gathered * standing.casts(rank)
@@ -168,6 +171,15 @@ def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
     yield _backward(rank, done, end, rank.beside_norm, rank.block, -cast * rank.block.whole)
 
 
+def _at_sent(rank: Rank, done: Floats, inner: Numbers) -> Held:
+    """At the end of experts' last product in a backward: all gradients of their weights are there."""
+    none = rank.candidates.recompute == RECOMPUTE.index("none")
+    kept = standing.activations_kept(rank, done) - np.where(none, rank.inner, 0.0)
+    again = np.maximum(rank.again - np.where(none, 0.0, rank.inner), 0.0)
+    cast = rank.stack.gathered * standing.casts(rank)
+    return _backward(rank, done, kept, again + rank.beside_sent, inner, -cast * inner.whole)
+
+
 def _at_down(rank: Rank, down: Numbers) -> tuple[Floats, Floats]:
     """Bytes beside what is kept at the fullest moment around the projection down, and of copies that are gone there.
 
@@ -175,6 +187,8 @@ def _at_down(rank: Rank, down: Numbers) -> tuple[Floats, Floats]:
     then too: before, the gradient of what it read stands beside all, and the stream's, whole with sequence parallel.
     """
     behind, c, arch = rank.beside_ffn, rank.candidates, rank.workload.arch
+    if arch.experts is not None and arch.moe_layers and rank.stack.ours:
+        return _at_experts_down(rank, arch.experts)
     gone = np.where(standing.casts(rank) & (arch.experts is None), rank.stack.gathered * down.whole, 0.0)
     stream, size = standing.hidden(rank), activations.compute_bytes(rank.workload)
     width = size * rank.tokens * arch.ffn_size / c.tp
@@ -184,13 +198,26 @@ def _at_down(rank: Rank, down: Numbers) -> tuple[Floats, Floats]:
     return np.where(sooner, before, behind), np.where(sooner, 0.0, gone)
 
 
+def _at_experts_down(rank: Rank, experts: Experts) -> tuple[Floats, Floats]:
+    """As _at_down. Before, what came back has given place to its gradient; that of what was read stands beside all."""
+    arch, behind = rank.workload.arch, rank.beside_ffn
+    width, size = experts.ffn_size, activations.compute_bytes(rank.workload)
+    more = arch.hidden_size + width - (2 if arch.gated_ffn else 1) * width
+    before = behind + size * rank.tokens * experts.per_token * more / rank.candidates.tp
+    gone = np.where(standing.casts(rank), rank.stack.gathered * rank.block.expert / (3 if arch.gated_ffn else 2), 0.0)
+    sooner = before >= behind - gone
+    return np.where(sooner, before, behind), np.where(sooner, 0.0, gone)
+
+
 @once
 def _of_feed_forward(rank: Rank) -> tuple[Numbers, Numbers]:
     """Of a block: the projection down, whose gradient is made first, and all of the feed-forward."""
     arch, tp = rank.workload.arch, rank.candidates.tp
     inner = arch.shared_expert_parameters() if arch.moe_layers else arch.ffn_parameters()
     whole = Numbers(np.asarray(inner / tp), rank.block.expert)
-    return whole.times(1 / (3 if arch.gated_ffn else 2)), whole
+    down = whole.times(1 / (3 if arch.gated_ffn else 2))
+    # In this engine shared experts go back before the others.
+    return Numbers(whole.dense, down.expert) if arch.moe_layers and rank.stack.ours else down, whole
 
 
 def _backward(

@@ -26,7 +26,8 @@ class Rank:
     """One rank of each candidate's pipeline: its blocks and what stands beside them. Shapes: [n].
 
     flying: (stage, micro-batch) pairs at the fullest moment; blocks: of all its stages; stage_blocks: of one.
-    kept, again, beside_ffn, beside_norm, ffn, late: bytes of one block (see activations.Kept), by the recompute chosen.
+    kept, again, beside_ffn, beside_norm, ffn, inner, beside_sent, late: bytes of one block (see activations.Kept), by
+    the recompute chosen.
     """
 
     workload: Workload
@@ -48,6 +49,8 @@ class Rank:
     beside_ffn: Floats
     beside_norm: Floats
     ffn: Floats
+    inner: Floats
+    beside_sent: Floats
     late: Floats
 
     @classmethod
@@ -91,7 +94,7 @@ def _trained(workload: Workload) -> tuple[float, float]:
 
 
 def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Floats) -> tuple[Floats, ...]:
-    """kept, again, beside_ffn, beside_norm, ffn, late of the mean block, in bytes."""
+    """kept, again, beside_ffn, beside_norm, ffn, inner, beside_sent, late of the mean block, in bytes."""
     saved = np.where(c.compiled, memory_constants().compiled_activations, 1.0)
 
     def of(sparse: bool) -> list[Floats]:
@@ -99,7 +102,10 @@ def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Fl
         return [
             np.choose(c.recompute, [widths.on_rank(c) for widths in one.kept]),
             np.choose(c.recompute, [widths.on_rank(c) for widths in one.again]),
-            *(widths.on_rank(c) for widths in (one.beside_ffn, one.beside_norm, one.ffn, one.late)),
+            *(
+                widths.on_rank(c)
+                for widths in (one.beside_ffn, one.beside_norm, one.ffn, one.inner, one.beside_sent, one.late)
+            ),
         ]
 
     found = of(False) if workload.arch.dense_layers else of(True)

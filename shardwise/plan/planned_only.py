@@ -1,8 +1,22 @@
 """What is planned, priced and written into a Plan, and not run by this engine yet: one rule each, with its fix."""
 
+from shardwise.inputs.arch import Arch
 from shardwise.inputs.recipe import PlanRequest
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Decision, Plan
 from shardwise.plan.violation import REPLAN, Rule, Violation
+
+# Axes that have not met experts yet: why, of each.
+NOT_WITH_EXPERTS = {
+    "tp": "experts are not split over a tensor group yet",
+    "pp": "stages of blocks with experts are not proved yet",
+}
+
+
+def against_experts(decision: Decision, arch: Arch | None) -> dict[str, str]:
+    """The axes of a decision that have not met this model's experts yet, each with the reason."""
+    if arch is None or arch.experts is None:
+        return {}
+    return {name: why for name, why in NOT_WITH_EXPERTS.items() if getattr(decision.mesh, name) > 1}
 
 
 def axis_runs(axis: str, later: str) -> Rule:
@@ -22,6 +36,22 @@ def axis_runs(axis: str, later: str) -> Rule:
         )
 
     return rule
+
+
+def experts_run(plan: Plan, world: int) -> Violation | None:
+    """Axes that have not met experts yet."""
+    against = against_experts(plan.decision, plan.arch)
+    if not against:
+        return None
+    axes = [f"{axis} = {getattr(plan.decision.mesh, axis)}" for axis in against]
+    return Violation(
+        rule="experts_run",
+        what=f"{' and '.join(axes)} with experts is planned only: this engine does not run it yet.",
+        why="; ".join(against.values()) + "; data parallel and full sharding of experts run",
+        fix=" and ".join(f"train.plan.{axis} = 1" for axis in against),
+        apply={**{f"train.plan.{axis}": 1 for axis in against}, "train.plan.schedule": "auto",
+               "train.plan.stages_per_rank": "auto", **REPLAN},
+    )  # fmt: skip
 
 
 def option_runs(key: str) -> Rule:
@@ -51,7 +81,7 @@ def model_runs(plan: Plan, world: int) -> Violation | None:
             rule="model_runs",
             what=f"{plan.arch.name if plan.arch else ''} is planned only: this engine does not build it yet.",
             why=problem,
-            fix='model.preset = "llama-3-8b" or another Llama-style shape, or model.factory = "my.module:build"',
+            fix=_another_model(plan),
         )
     return Violation(
         rule="model_runs",
@@ -59,6 +89,12 @@ def model_runs(plan: Plan, world: int) -> Violation | None:
         why="Hugging Face models are not part of the engine yet",
         fix='model.preset = "decoder-2m", model.config = "config.json" or model.factory = "my.module:build"',
     )
+
+
+def _another_model(plan: Plan) -> str:
+    if plan.arch is not None and plan.arch.engine_problem().find("output_router_logits") >= 0:
+        return "output_router_logits = false in its config.json (no balancing loss), or another shape"
+    return 'model.preset = "llama-3-8b" or another Llama-style shape, or model.factory = "my.module:build"'
 
 
 def trainable_runs(plan: Plan, world: int) -> Violation | None:
@@ -88,6 +124,7 @@ def trackers_run(plan: Plan, world: int) -> Violation | None:
 RULES: tuple[Rule, ...] = (
     axis_runs("cp", "context parallel"),
     axis_runs("ep", "expert parallel"),
+    experts_run,
     option_runs("offload"),
     option_runs("compression"),
     model_runs,
