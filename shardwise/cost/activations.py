@@ -95,7 +95,10 @@ def _made_again(saved: list[Saved], mode: str) -> Widths:
 
 
 # What an expert's last product in a backward still reads, and what the router keeps for behind it.
-STANDS_UNTIL_SENT = ("sent to experts", "normed before feed-forward", "router", "router logits", "order of rows")
+STANDS_UNTIL_SENT = (
+    "scaled before feed-forward", "root before feed-forward", "normed before feed-forward", "router", "router logits",
+    "place of rows", "sent to experts",
+)  # fmt: skip
 
 
 def of_norm(workload: Workload) -> Widths:
@@ -179,7 +182,8 @@ def _attention(workload: Workload) -> Iterator[Saved]:
         yield Saved("normed latents", size * ranks, "positions", selective=keeps, for_weights=True)
     if arch.qk_norm:
         yield from _norms_of_heads(workload, query + key, arch.num_heads + arch.num_kv_heads)
-    yield Saved("queries and keys", size * (query + key), "split")
+    # What products gave is kept before its norm, and made into these anew.
+    yield Saved("queries and keys", size * (query + key), "split", selective=keeps or not arch.qk_norm)
     yield Saved("values", size * values, "split")
     yield Saved("attention", size * value, "split")
     yield Saved("log of sums", FP32 * arch.num_heads, "split", selective=True)
@@ -264,7 +268,8 @@ def _our_router(workload: Workload, experts: Experts) -> Iterator[Saved]:
     yield Saved("router", size * experts.count + weights + INDEX * each, "positions", selective=keeps)
     if not keeps:
         yield Saved("router logits", size * experts.count, "positions", none=False)
-    yield Saved("order of rows", 2 * INDEX * each, "positions", selective=keeps)
+    yield Saved("place of rows", INDEX * each, "positions", selective=keeps)
+    yield Saved("order of rows", INDEX * each, "positions", selective=keeps)
 
 
 def _beside_sent(workload: Workload) -> Widths:
@@ -272,8 +277,9 @@ def _beside_sent(workload: Workload) -> Widths:
     arch, size, experts = workload.arch, compute_bytes(workload), workload.arch.experts
     if experts is None:
         return Widths(0.0, 0.0, 0.0)
-    ways = 2 if arch.gated_ffn else 1
-    return Widths(size * experts.per_token * (ways * arch.hidden_size + experts.ffn_size), size * arch.hidden_size, 0.0)
+    ways, streams = 2 if arch.gated_ffn else 1, 2 if experts.shared_ffn_size else 1
+    rows = experts.per_token * (ways * arch.hidden_size + experts.ffn_size)
+    return Widths(size * rows, size * streams * arch.hidden_size, 0.0)
 
 
 def _beside_experts(workload: Workload, experts: Experts) -> Widths:

@@ -29,8 +29,12 @@ def moments(rank: Rank) -> Iterator[Held]:
     last = np.maximum(rank.stage_blocks - 1, 0)
     # In the very last block nothing more is gathered, which is more than the one block's shares of gradients.
     last = np.where(rank.candidates.zero == 3, np.maximum(last - 1, 0), last)
+    if rank.stack.ours and rank.workload.arch.dense_layers and rank.workload.arch.moe_layers:
+        # Those with experts go back first, and are fuller.
+        last = np.where(rank.candidates.pp == 1, np.minimum(last, np.maximum(rank.sparse - 1, 0)), last)
     for done in (np.zeros_like(last), np.minimum(last, 1), last):
         yield from _block_backward(rank, done)
+    yield _casting(rank, last)
     if np.isin(rank.candidates.schedule, SPLIT_BACKWARD).any():
         yield from _between_halves(rank)
     yield _root_backward(rank)
@@ -163,7 +167,7 @@ def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
     if rank.workload.arch.moe_layers and rank.stack.ours:
         yield _at_sent(rank, done, inner)
     kept = np.where(rank.candidates.recompute == RECOMPUTE.index("none"), ffn_part, 0.0)
-    again = np.maximum(work - np.where(rank.candidates.recompute > 0, ffn_part, 0.0), 0.0)
+    again = work - np.where(rank.candidates.recompute > 0, ffn_part, 0.0)
     cast = rank.stack.gathered * standing.casts(rank)
     beside = again + rank.beside_norm
     yield _backward(rank, done, standing.activations_kept(rank, done) - kept, beside, inner, -cast * inner.whole)
@@ -171,11 +175,31 @@ def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
     yield _backward(rank, done, end, rank.beside_norm, rank.block, -cast * rank.block.whole)
 
 
+def _casting(rank: Rank, done: Floats) -> Held:
+    """At the end of a block whose weights were copies: the last of their gradients as it becomes its master's, and the
+    raw ones of the root. Shared experts come behind the others."""
+    copies, size = standing.casts(rank), rank.stack.gradients * rank.trained
+    made = activations.compute_bytes(rank.workload) * rank.trained
+    down, _ = _of_feed_forward(rank)
+    waiting = np.where(down.expert > 0, down.dense, 0.0)
+    late = standing.late_root(rank).whole
+    blocks = (done + 1) * rank.block.whole - waiting
+    last = np.where(down.expert > 0, down.expert, down.dense)
+    stands = standing.accumulating(rank) | standing.for_good(rank)
+    gradients = size * np.where(stands, rank.whole.whole, blocks)
+    raw = made * (late + waiting + last) + np.where(stands, size * last, 0.0)
+    return _held(
+        rank, gradients=np.where(copies, gradients, 0.0), activations=standing.activations_kept(rank, done + 1),
+        communication=_messages(rank, True), temporaries=np.where(copies, raw + standing.hidden(rank), 0.0),
+        gathered=standing.copied(rank, done + 1, 0.0, standing.losses_waiting(rank)),
+    )  # fmt: skip
+
+
 def _at_sent(rank: Rank, done: Floats, inner: Numbers) -> Held:
     """At the end of experts' last product in a backward: all gradients of their weights are there."""
     none = rank.candidates.recompute == RECOMPUTE.index("none")
     kept = standing.activations_kept(rank, done) - np.where(none, rank.inner, 0.0)
-    again = np.maximum(rank.again - np.where(none, 0.0, rank.inner), 0.0)
+    again = rank.again - np.where(none, 0.0, rank.inner)
     cast = rank.stack.gathered * standing.casts(rank)
     return _backward(rank, done, kept, again + rank.beside_sent, inner, -cast * inner.whole)
 
@@ -225,7 +249,9 @@ def _backward(
 ) -> Held:
     """`current`: of the block in backward, the numbers whose gradients are made. `copies`: bytes of them more."""
     gradients, moving, raw = _gradients(rank, done, current)
-    gathered = standing.gathered(rank, 1.0) + standing.copied(rank, done, 1.0, standing.losses_waiting(rank)) + copies
+    gathered = (
+        standing.gathered(rank, 1.0, done) + standing.copied(rank, done, 1.0, standing.losses_waiting(rank)) + copies
+    )
     return _held(
         rank, gradients=gradients, gathered=gathered, activations=kept,
         communication=_messages(rank, True) + moving, temporaries=beside + raw,
@@ -255,12 +281,23 @@ def _gradients(rank: Rank, done: Floats, current: Numbers) -> tuple[Floats, Floa
     # Under zero 1 the last backward alone reduces: no more than one micro-batch is in flight there.
     now = reduces & ((c.zero >= 2) | (rank.flying <= 1))
     reduced = np.where((done > 0) & now, stack.reduced * rank.trained * rank.block.whole, 0.0)
+    # In the last backward a block's gradients, once added up, give place to this rank's share.
+    given = np.where(standing.last_backward(rank), done_numbers.whole - done_numbers.share(rank.shards), 0.0)
     first_sharded = np.where(
-        (c.zero == 1) & reduces & standing.accumulating(rank), size * rank.whole.whole + made * current.whole, sharded
-    )
+        (c.zero == 1) & reduces & standing.accumulating(rank),
+        size * (rank.whole.whole - given) + made * (new - twice), sharded,
+    )  # fmt: skip
     gradients = np.where(reduces, first_sharded, whole)
-    reduced = np.where(done > 0, reduced, _still_reducing(rank))
+    reduced = np.where(done > 0, reduced, _still_reducing(rank)) + _summed_over_copies(rank, done_numbers)
     return gradients, reduced + np.where(standing.gathers(rank), gathers_next, 0.0), raw
+
+
+def _summed_over_copies(rank: Rank, done: Numbers) -> Floats:
+    """With copies of sharded groups, what is summed over them stays until the backward ends; of the first micro-batch
+    it is the gradient itself."""
+    c = rank.candidates
+    stays = (c.dp_replicate > 1) & (c.zero >= 2) & standing.accumulating(rank) & rank.stack.ours
+    return np.where(stays, rank.stack.reduced * rank.trained * done.share(rank.shards), 0.0)
 
 
 def _root_backward(rank: Rank) -> Held:

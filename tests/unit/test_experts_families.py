@@ -14,8 +14,9 @@ from shardwise.inputs.arch import Arch, Experts, from_config_json
 from shardwise.models.decoder import Decoder, FeedForward
 from shardwise.models.experts import SparseFeedForward
 
-# transformers makes scores and norms in fp32 whatever the weights are: one rounding of 6e-8 each, of numbers near one.
-FP32: dict[str, float] = {"rtol": 1e-5, "atol": 2e-6}
+# transformers makes scores and norms in fp32 whatever the weights are: ten of these in a model of three blocks, each
+# rounded to 6e-8, of numbers up to ten.
+FP32: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
 SHAPE = {
     "vocab_size": 41, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 24, "max_position_embeddings": 32, "head_dim": 4, "num_experts_per_tok": 2, "use_cache": False,

@@ -197,7 +197,9 @@ def _qwen_experts(config: Config) -> Keys:
             why="an Arch counts dense layers at the start alone",
             fix="decoder_sparse_step = 1 and mlp_only_layers = [] or [0, 1, ...]",
         )
-    names = {"count": "num_experts", "per_token": "num_experts_per_tok", "ffn_size": "moe_intermediate_size"}
+    # transformers 5 writes the number of experts under the name that all families share there.
+    count = "num_local_experts" if "num_experts" not in config and "num_local_experts" in config else "num_experts"
+    names = {"count": count, "per_token": "num_experts_per_tok", "ffn_size": "moe_intermediate_size"}
     sizes = {key: whole(config, name) for key, name in names.items()}
     # transformers' default for both families: the weights are what softmax gave.
     told = {"renormalised": config.get("norm_topk_prob", False), **_balance(config)}
