@@ -58,6 +58,7 @@ class Kept(NamedTuple):
     beside_ffn: at the fullest moment of the feed-forward's backward. beside_norm: of a norm's.
     ffn: of what is kept or made again, that the feed-forward has let go when its norm's backward runs.
     inner: of that, what experts have let go when the gradients of all their weights are there. beside_sent: added then.
+    beside_returned: added when what experts gave goes back.
     late: gradients of what each weight gave, which wait where the weights' half of a backward comes later.
     """
 
@@ -68,6 +69,7 @@ class Kept(NamedTuple):
     ffn: Widths
     inner: Widths
     beside_sent: Widths
+    beside_returned: Widths
     late: Widths
 
 
@@ -83,7 +85,8 @@ def of_block(workload: Workload, sparse: bool) -> Kept:
     behind = [one for one in saved if one.name in let_go]
     inner = _sum(one for one in behind if one.name not in STANDS_UNTIL_SENT)
     beside = _beside_ffn(workload, sparse), _beside_norm(workload)
-    return Kept(kept, again, *beside, _sum(behind), inner, _beside_sent(workload), _late(workload, sparse))  # type: ignore[arg-type]
+    rows = _beside_sent(workload), _beside_returned(workload)
+    return Kept(kept, again, *beside, _sum(behind), inner, *rows, _late(workload, sparse))  # type: ignore[arg-type]
 
 
 def _made_again(saved: list[Saved], mode: str) -> Widths:
@@ -277,21 +280,40 @@ def _beside_sent(workload: Workload) -> Widths:
     arch, size, experts = workload.arch, compute_bytes(workload), workload.arch.experts
     if experts is None:
         return Widths(0.0, 0.0, 0.0)
-    ways, streams = 2 if arch.gated_ffn else 1, 2 if experts.shared_ffn_size else 1
-    rows = experts.per_token * (ways * arch.hidden_size + experts.ffn_size)
-    return Widths(size * rows, size * streams * arch.hidden_size, 0.0)
+    rows = experts.per_token * ((2 if arch.gated_ffn else 1) * arch.hidden_size + experts.ffn_size)
+    return Widths(size * rows, _streams(workload, experts), 0.0)
+
+
+def _beside_returned(workload: Workload) -> Widths:
+    """Each row's gradient beside the stream's in fp32 or more; or, before, one of a token's rows and its product."""
+    arch, size, experts = workload.arch, compute_bytes(workload), workload.arch.experts
+    if experts is None:
+        return Widths(0.0, 0.0, 0.0)
+    wide = FP32 if size < FP32 else 0
+    most = max(wide + size * experts.per_token, wide + size + max(size, FP32))
+    return Widths(most * arch.hidden_size - size * _shared_gone(workload, experts), _streams(workload, experts), 0.0)
+
+
+def _shared_gone(workload: Workload, experts: Experts) -> int:
+    """Numbers a token that a shared expert kept and has let go: it goes back before the others."""
+    inner = experts.shared_ffn_size * (halves_kept(workload) + 1)
+    return inner + (workload.arch.hidden_size if experts.shared_gate else 0)
+
+
+def _streams(workload: Workload, experts: Experts) -> float:
+    """Bytes a token of the stream's gradient, and of that which a shared expert has left for what it was given."""
+    return float(compute_bytes(workload) * workload.arch.hidden_size * (2 if experts.shared_ffn_size else 1))
 
 
 def _beside_experts(workload: Workload, experts: Experts) -> Widths:
     """In this engine, behind the projection down: what came back and what it read is gone, gradients of gate and up are
-    there. A shared expert has gone before, and has left the gradient of what it was given.
+    there.
     """
     arch, size = workload.arch, compute_bytes(workload)
     rows, width = experts.per_token * arch.hidden_size, experts.per_token * experts.ffn_size
     ways = 2 if arch.gated_ffn else 1
-    gone = experts.shared_ffn_size * (halves_kept(workload) + 1) + (arch.hidden_size if experts.shared_gate else 0)
-    stream = arch.hidden_size * (2 if experts.shared_ffn_size else 1)
-    return Widths(size * (ways * width - rows - gone), size * stream, 0.0)
+    gone = _shared_gone(workload, experts)
+    return Widths(size * (ways * width - rows - gone), _streams(workload, experts), 0.0)
 
 
 def halves_kept(workload: Workload) -> int:

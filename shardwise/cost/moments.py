@@ -34,7 +34,8 @@ def moments(rank: Rank) -> Iterator[Held]:
         last = np.where(rank.candidates.pp == 1, np.minimum(last, np.maximum(rank.sparse - 1, 0)), last)
     for done in (np.zeros_like(last), np.minimum(last, 1), last):
         yield from _block_backward(rank, done)
-    yield _casting(rank, last)
+    if standing.casts(rank).any():
+        yield _casting(rank, last)
     if np.isin(rank.candidates.schedule, SPLIT_BACKWARD).any():
         yield from _between_halves(rank)
     yield _root_backward(rank)
@@ -88,7 +89,10 @@ def _loss(rank: Rank) -> Held:
         gathered=standing.gathered(rank, 0.0) + copies + np.where(again, 0.0, embedding),
         activations=standing.activations_kept(rank, 0.0),
         logits=_logits(rank),
-        communication=_messages(rank, False) + _still_reducing(rank) + scattered,
+        communication=_messages(rank, False)
+        + _still_reducing(rank)
+        + scattered
+        + _summed_over_copies(rank, rank.block.times(0.0)),
         temporaries=results + np.where(again, embedding, 0.0),
     )
 
@@ -163,8 +167,9 @@ def _block_backward(rank: Rank, done: Floats) -> Iterator[Held]:
     # A stage's last block has the stream's gradient from the next stage: a message.
     told = (done == 0) & (rank.candidates.pp > 1) & ~rank.last & rank.stack.ours
     beside = beside - np.where(told, standing.hidden(rank), 0.0)
-    yield _backward(rank, done, standing.activations_kept(rank, done), work + beside, down, -copies)
+    yield _backward(rank, done, standing.activations_kept(rank, done), work + beside, down, -copies, _one_weight(down))
     if rank.workload.arch.moe_layers and rank.stack.ours:
+        yield _at_returned(rank, done, Numbers(inner.dense, np.zeros_like(inner.dense)))
         yield _at_sent(rank, done, inner)
     kept = np.where(rank.candidates.recompute == RECOMPUTE.index("none"), ffn_part, 0.0)
     again = work - np.where(rank.candidates.recompute > 0, ffn_part, 0.0)
@@ -184,7 +189,7 @@ def _casting(rank: Rank, done: Floats) -> Held:
     waiting = np.where(down.expert > 0, down.dense, 0.0)
     late = standing.late_root(rank).whole
     blocks = (done + 1) * rank.block.whole - waiting
-    last = np.where(down.expert > 0, down.expert, down.dense)
+    last = _one_weight(down)
     stands = standing.accumulating(rank) | standing.for_good(rank)
     gradients = size * np.where(stands, rank.whole.whole, blocks)
     raw = made * (late + waiting + last) + np.where(stands, size * last, 0.0)
@@ -195,13 +200,26 @@ def _casting(rank: Rank, done: Floats) -> Held:
     )  # fmt: skip
 
 
+def _at_returned(rank: Rank, done: Floats, shared: Numbers) -> Held:
+    """Where what experts gave goes back; `shared` experts have gone before."""
+    kept = standing.activations_kept(rank, done)
+    copies = -rank.stack.gathered * standing.casts(rank) * shared.whole
+    return _backward(rank, done, kept, rank.again + rank.beside_returned, shared, copies)
+
+
 def _at_sent(rank: Rank, done: Floats, inner: Numbers) -> Held:
     """At the end of experts' last product in a backward: all gradients of their weights are there."""
     none = rank.candidates.recompute == RECOMPUTE.index("none")
     kept = standing.activations_kept(rank, done) - np.where(none, rank.inner, 0.0)
     again = rank.again - np.where(none, 0.0, rank.inner)
     cast = rank.stack.gathered * standing.casts(rank)
-    return _backward(rank, done, kept, again + rank.beside_sent, inner, -cast * inner.whole)
+    down, _ = _of_feed_forward(rank)
+    return _backward(rank, done, kept, again + rank.beside_sent, inner, -cast * inner.whole, _one_weight(down))
+
+
+def _one_weight(down: Numbers) -> Floats:
+    """Numbers of one weight of a feed-forward: of all experts the projection down, where there are some."""
+    return np.where(down.expert > 0, down.expert, down.dense)
 
 
 def _at_down(rank: Rank, down: Numbers) -> tuple[Floats, Floats]:
@@ -245,10 +263,17 @@ def _of_feed_forward(rank: Rank) -> tuple[Numbers, Numbers]:
 
 
 def _backward(
-    rank: Rank, done: Floats, kept: Floats, beside: Floats, current: Numbers, copies: Floats | float = 0.0
+    rank: Rank,
+    done: Floats,
+    kept: Floats,
+    beside: Floats,
+    current: Numbers,
+    copies: Floats | float = 0.0,
+    one: Floats | float = 0.0,
 ) -> Held:
-    """`current`: of the block in backward, the numbers whose gradients are made. `copies`: bytes of them more."""
-    gradients, moving, raw = _gradients(rank, done, current)
+    """`current`: of the block in backward, the numbers whose gradients are made; `one`: of the weight whose gradient is
+    just made. `copies`: bytes of them more."""
+    gradients, moving, raw = _gradients(rank, done, current, one)
     gathered = (
         standing.gathered(rank, 1.0, done) + standing.copied(rank, done, 1.0, standing.losses_waiting(rank)) + copies
     )
@@ -258,11 +283,12 @@ def _backward(
     )  # fmt: skip
 
 
-def _gradients(rank: Rank, done: Floats, current: Numbers) -> tuple[Floats, Floats, Floats]:
+def _gradients(rank: Rank, done: Floats, current: Numbers, one: Floats | float = 0.0) -> tuple[Floats, Floats, Floats]:
     """Bytes of gradients; of the buffers that gather the next block and reduce the one before; and of raw gradients.
 
     Raw: of copies, cast into the masters' gradients when their block is done (those made before all blocks, the
-    root's, at the very end); and of a tied weight, whose other use has a gradient too.
+    root's, at the very end); of a tied weight, whose other use has a gradient too; and without copies of `one` weight,
+    before it is added to a gradient that stands.
     """
     stack, c = rank.stack, rank.candidates
     made = activations.compute_bytes(rank.workload) * rank.trained
@@ -276,8 +302,8 @@ def _gradients(rank: Rank, done: Floats, current: Numbers) -> tuple[Floats, Floa
     whole = np.where(
         stands, size * rank.whole.whole, size * (done_numbers.whole + np.where(copies, 0.0, new)),
     ) if size else made * current.whole  # fmt: skip
-    raw = made * np.where(reduces, twice, np.where(copies, new, 0.0))
-    gathers_next = np.where(c.zero == 3, standing.block_bytes(rank) * rank.block.whole, 0.0)
+    raw = made * np.where(reduces, twice, np.where(copies, new, np.where(stands, one, 0.0) if made == size else 0.0))
+    gathers_next = np.where(c.zero == 3, standing.block_bytes(rank) * _next_block(rank, done), 0.0)
     # Under zero 1 the last backward alone reduces: no more than one micro-batch is in flight there.
     now = reduces & ((c.zero >= 2) | (rank.flying <= 1))
     reduced = np.where((done > 0) & now, stack.reduced * rank.trained * rank.block.whole, 0.0)
@@ -285,19 +311,29 @@ def _gradients(rank: Rank, done: Floats, current: Numbers) -> tuple[Floats, Floa
     given = np.where(standing.last_backward(rank), done_numbers.whole - done_numbers.share(rank.shards), 0.0)
     first_sharded = np.where(
         (c.zero == 1) & reduces & standing.accumulating(rank),
-        size * (rank.whole.whole - given) + made * (new - twice), sharded,
+        # What is computed in the masters' dtype is added up where it is made.
+        size * (rank.whole.whole - given) + made * (one if made == size else new - twice), sharded,
     )  # fmt: skip
     gradients = np.where(reduces, first_sharded, whole)
     reduced = np.where(done > 0, reduced, _still_reducing(rank)) + _summed_over_copies(rank, done_numbers)
     return gradients, reduced + np.where(standing.gathers(rank), gathers_next, 0.0), raw
 
 
+def _next_block(rank: Rank, done: Floats) -> Floats:
+    """Numbers of the block that goes back behind the one that does: behind the last one with experts a dense one."""
+    arch, c = rank.workload.arch, rank.candidates
+    if not (rank.stack.ours and arch.dense_layers and arch.moe_layers):
+        return rank.block.whole
+    return np.where((c.pp > 1) | (done + 1 < rank.sparse), rank.block.whole, rank.units.dense_block.whole)
+
+
 def _summed_over_copies(rank: Rank, done: Numbers) -> Floats:
-    """With copies of sharded groups, what is summed over them stays until the backward ends; of the first micro-batch
-    it is the gradient itself."""
+    """With copies of sharded groups, what is summed over them stays until its block is reduced anew, or a step ends; of
+    the first micro-batch it is the gradient itself."""
     c = rank.candidates
     stays = (c.dp_replicate > 1) & (c.zero >= 2) & standing.accumulating(rank) & rank.stack.ours
-    return np.where(stays, rank.stack.reduced * rank.trained * done.share(rank.shards), 0.0)
+    numbers = np.where(c.accumulation > 2, rank.whole.share(rank.shards), done.share(rank.shards))
+    return np.where(stays, rank.stack.reduced * rank.trained * numbers, 0.0)
 
 
 def _root_backward(rank: Rank) -> Held:

@@ -26,8 +26,8 @@ class Rank:
     """One rank of each candidate's pipeline: its blocks and what stands beside them. Shapes: [n].
 
     flying: (stage, micro-batch) pairs at the fullest moment; blocks: of all its stages; stage_blocks: of one; sparse:
-    how many of all have experts. kept, again, beside_ffn, beside_norm, ffn, inner, beside_sent, late: bytes of a block
-    (see activations.Kept), by the recompute chosen; going: as kept, of the block that goes back.
+    how many of all have experts. kept, again, beside_ffn, beside_norm, ffn, inner, beside_sent, beside_returned, late:
+    bytes of a block (see activations.Kept), by the recompute chosen; going: as kept, of the block that goes back.
     """
 
     workload: Workload
@@ -53,6 +53,7 @@ class Rank:
     ffn: Floats
     inner: Floats
     beside_sent: Floats
+    beside_returned: Floats
     late: Floats
 
     @classmethod
@@ -99,8 +100,8 @@ def _trained(workload: Workload) -> tuple[float, float]:
 
 
 def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Floats) -> tuple[Floats, ...]:
-    """kept of the mean block; then kept, again, beside_ffn, beside_norm, ffn, inner, beside_sent, late of the one that
-    goes back: of the mean too, or of one with experts where that is known to go first. In bytes."""
+    """kept of the mean block; then as Kept has them, kept and all that follows, of the one that goes back: of the mean
+    too, or of one with experts where that is known to go first. In bytes."""
     saved = np.where(c.compiled, memory_constants().compiled_activations, 1.0)
 
     def of(sparse: bool) -> list[Floats]:
@@ -110,7 +111,15 @@ def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Fl
             np.choose(c.recompute, [widths.on_rank(c) for widths in one.again]),
             *(
                 widths.on_rank(c)
-                for widths in (one.beside_ffn, one.beside_norm, one.ffn, one.inner, one.beside_sent, one.late)
+                for widths in (
+                    one.beside_ffn,
+                    one.beside_norm,
+                    one.ffn,
+                    one.inner,
+                    one.beside_sent,
+                    one.beside_returned,
+                    one.late,
+                )
             ),
         ]
 
