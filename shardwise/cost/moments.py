@@ -36,6 +36,8 @@ def moments(rank: Rank) -> Iterator[Held]:
         yield from _block_backward(rank, done)
     if standing.casts(rank).any():
         yield _casting(rank, last)
+    if (rank.candidates.zero >= 2).any():
+        yield _first_reduced(rank)
     if np.isin(rank.candidates.schedule, SPLIT_BACKWARD).any():
         yield from _between_halves(rank)
     yield _root_backward(rank)
@@ -200,6 +202,23 @@ def _casting(rank: Rank, done: Floats) -> Held:
     )  # fmt: skip
 
 
+def _first_reduced(rank: Rank) -> Held:
+    """Behind the first block of a backward, as its gradients are laid into the buffer that reduces them; its weights
+    are let go. Behind others there is less: that buffer takes the place of the one before."""
+    c, stack, first = rank.candidates, rank.stack, np.zeros(len(rank.candidates))
+    reduces = (c.zero >= 2) & (c.pp == 1) & standing.gathers(rank)
+    gradients, moving, raw = _gradients(rank, first, rank.block)
+    return _held(
+        rank, gradients=np.where(reduces, gradients, 0.0),
+        gathered=standing.gathered(rank, 0.0, first + 1),
+        activations=standing.activations_kept(rank, first + 1),
+        communication=np.where(
+            reduces, moving - _still_reducing(rank) + stack.reduced * rank.trained * rank.block.whole, 0.0
+        ),
+        temporaries=np.where(reduces, raw + standing.hidden(rank), 0.0),
+    )  # fmt: skip
+
+
 def _at_returned(rank: Rank, done: Floats, shared: Numbers) -> Held:
     """Where what experts gave goes back; `shared` experts have gone before."""
     kept = standing.activations_kept(rank, done)
@@ -247,8 +266,17 @@ def _at_experts_down(rank: Rank, experts: Experts) -> tuple[Floats, Floats]:
     more = arch.hidden_size + width - (2 if arch.gated_ffn else 1) * width
     before = behind + size * rank.tokens * experts.per_token * more / rank.candidates.tp
     gone = np.where(standing.casts(rank), rank.stack.gathered * rank.block.expert / (3 if arch.gated_ffn else 2), 0.0)
-    sooner = before >= behind - gone
+    # Where a weight's gradient is added to one that stands, it is there for this moment alone.
+    adds = (
+        (rank.candidates.zero < 2) & (standing.accumulating(rank) | standing.for_good(rank)) & _in_masters_dtype(rank)
+    )
+    sooner = adds | (before >= behind - gone)
     return np.where(sooner, before, behind), np.where(sooner, 0.0, gone)
+
+
+def _in_masters_dtype(rank: Rank) -> bool:
+    """Whether gradients are made in the dtype in which they are kept."""
+    return activations.compute_bytes(rank.workload) == rank.stack.gradients
 
 
 @once
@@ -299,10 +327,11 @@ def _gradients(rank: Rank, done: Floats, current: Numbers, one: Floats | float =
     shares = np.where(standing.accumulating(rank), rank.whole.share(rank.shards), done_numbers.share(rank.shards))
     twice = np.where(rank.first & rank.last & rank.workload.arch.tied_embeddings, late, 0.0)
     sharded = size * shares * standing.gradients_here(rank) + made * (new - twice)
+    adds = made * np.where(copies, 0.0, one) if _in_masters_dtype(rank) else 0.0
     whole = np.where(
-        stands, size * rank.whole.whole, size * (done_numbers.whole + np.where(copies, 0.0, new)),
+        stands, size * rank.whole.whole + adds, size * (done_numbers.whole + np.where(copies, 0.0, new)),
     ) if size else made * current.whole  # fmt: skip
-    raw = made * np.where(reduces, twice, np.where(copies, new, np.where(stands, one, 0.0) if made == size else 0.0))
+    raw = made * np.where(reduces, twice, np.where(copies, new, 0.0))
     gathers_next = np.where(c.zero == 3, standing.block_bytes(rank) * _next_block(rank, done), 0.0)
     # Under zero 1 the last backward alone reduces: no more than one micro-batch is in flight there.
     now = reduces & ((c.zero >= 2) | (rank.flying <= 1))
@@ -312,7 +341,7 @@ def _gradients(rank: Rank, done: Floats, current: Numbers, one: Floats | float =
     first_sharded = np.where(
         (c.zero == 1) & reduces & standing.accumulating(rank),
         # What is computed in the masters' dtype is added up where it is made.
-        size * (rank.whole.whole - given) + made * (one if made == size else new - twice), sharded,
+        size * (rank.whole.whole - given) + made * (one if _in_masters_dtype(rank) else new - twice), sharded,
     )  # fmt: skip
     gradients = np.where(reduces, first_sharded, whole)
     reduced = np.where(done > 0, reduced, _still_reducing(rank)) + _summed_over_copies(rank, done_numbers)

@@ -102,12 +102,9 @@ class _Returned(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        total = None
+        total = torch.zeros(weights.shape[0], rows.shape[1], dtype=weights.dtype, device=rows.device)
         for at, weight in zip(place.view_as(weights).unbind(1), weights.unbind(1), strict=True):
-            part = rows.index_select(0, at) * weight.unsqueeze(1)
-            total = part if total is None else total.add_(part)
-        if total is None:
-            raise ValueError("a token goes to one expert or more")
+            total.addcmul_(rows.index_select(0, at), weight.unsqueeze(1))
         return total.to(rows.dtype)
 
     @staticmethod
