@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardwise.cost import activations, in_flight, standing
 from shardwise.cost.calibration import memory_constants
-from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, SPLIT_BACKWARD
+from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Counts
 from shardwise.cost.parameters import Numbers
 from shardwise.cost.standing import Floats, Rank, once
 from shardwise.inputs.arch import Experts
@@ -36,7 +36,7 @@ def moments(rank: Rank) -> Iterator[Held]:
         yield from _block_backward(rank, done)
     if standing.casts(rank).any():
         yield _casting(rank, last)
-    if (rank.candidates.zero >= 2).any():
+    if (rank.candidates.zero >= 1).any():
         yield _first_reduced(rank)
     if np.isin(rank.candidates.schedule, SPLIT_BACKWARD).any():
         yield from _between_halves(rank)
@@ -94,7 +94,7 @@ def _loss(rank: Rank) -> Held:
         communication=_messages(rank, False)
         + _still_reducing(rank)
         + scattered
-        + _summed_over_copies(rank, rank.block.times(0.0)),
+        + _summed_over_copies(rank, rank.block.times(0.0), 3),
         temporaries=results + np.where(again, embedding, 0.0),
     )
 
@@ -204,13 +204,18 @@ def _casting(rank: Rank, done: Floats) -> Held:
 
 def _first_reduced(rank: Rank) -> Held:
     """Behind the first block of a backward, as its gradients are laid into the buffer that reduces them; its weights
-    are let go. Behind others there is less: that buffer takes the place of the one before."""
+    are let go. Behind others there is less: that buffer takes the place of the one before.
+
+    Of two micro-batches under zero 2 the first lets no weights go, and has no shares of gradients yet.
+    """
     c, stack, first = rank.candidates, rank.stack, np.zeros(len(rank.candidates))
-    reduces = (c.zero >= 2) & (c.pp == 1) & standing.gathers(rank)
+    reduces = ((c.zero >= 2) | ((c.zero == 1) & (c.accumulation == 1))) & (c.pp == 1) & standing.gathers(rank)
     gradients, moving, raw = _gradients(rank, first, rank.block)
+    weights, shares = standing.gathered(rank, 0.0, first + 1), stack.gradients * rank.whole.share(rank.shards)
+    sooner = (c.zero == 2) & (c.accumulation == 2) & (stack.gathered * rank.block.whole > shares)
     return _held(
-        rank, gradients=np.where(reduces, gradients, 0.0),
-        gathered=standing.gathered(rank, 0.0, first + 1),
+        rank, gradients=np.where(reduces, gradients - np.where(sooner, shares * rank.trained, 0.0), 0.0),
+        gathered=np.where(sooner, standing.gathered(rank, 0.0), weights),
         activations=standing.activations_kept(rank, first + 1),
         communication=np.where(
             reduces, moving - _still_reducing(rank) + stack.reduced * rank.trained * rank.block.whole, 0.0
@@ -344,7 +349,9 @@ def _gradients(rank: Rank, done: Floats, current: Numbers, one: Floats | float =
         size * (rank.whole.whole - given) + made * (one if _in_masters_dtype(rank) else new - twice), sharded,
     )  # fmt: skip
     gradients = np.where(reduces, first_sharded, whole)
-    reduced = np.where(done > 0, reduced, _still_reducing(rank)) + _summed_over_copies(rank, done_numbers)
+    # Under zero 2 a backward before the last one is the fullest: it lets no weights go.
+    summed = _summed_over_copies(rank, done_numbers, np.where(c.zero == 2, 4, 3))
+    reduced = np.where(done > 0, reduced, _still_reducing(rank)) + summed
     return gradients, reduced + np.where(standing.gathers(rank), gathers_next, 0.0), raw
 
 
@@ -356,12 +363,12 @@ def _next_block(rank: Rank, done: Floats) -> Floats:
     return np.where((c.pp > 1) | (done + 1 < rank.sparse), rank.block.whole, rank.units.dense_block.whole)
 
 
-def _summed_over_copies(rank: Rank, done: Numbers) -> Floats:
+def _summed_over_copies(rank: Rank, done: Numbers, whole_from: Counts | int) -> Floats:
     """With copies of sharded groups, what is summed over them stays until its block is reduced anew, or a step ends; of
-    the first micro-batch it is the gradient itself."""
+    the first micro-batch it is the gradient itself. whole_from: how many micro-batches let all of it stand."""
     c = rank.candidates
     stays = (c.dp_replicate > 1) & (c.zero >= 2) & standing.accumulating(rank) & rank.stack.ours
-    numbers = np.where(c.accumulation > 2, rank.whole.share(rank.shards), done.share(rank.shards))
+    numbers = np.where(c.accumulation >= whole_from, rank.whole.share(rank.shards), done.share(rank.shards))
     return np.where(stays, rank.stack.reduced * rank.trained * numbers, 0.0)
 
 
