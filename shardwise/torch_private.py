@@ -391,7 +391,11 @@ def products_and_attention() -> frozenset[Any]:
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_fused_attention_overrideable.default,
     }
-    return frozenset(found | {onednn_linear_operator().default} if has_onednn_linear() else found)
+    if has_onednn_linear():
+        found.add(onednn_linear_operator().default)
+    if hasattr(torch.ops.shardwise, "grouped_product"):  # models/grouped.py registers it where experts are
+        found.add(torch.ops.shardwise.grouped_product.default)
+    return frozenset(found)
 
 
 def selective_contexts() -> tuple[Any, Any]:

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from shardwise.cost.candidates import Candidates
 from shardwise.cost.workload import Workload
+from shardwise.inputs.arch import Experts
 
 Floats = NDArray[np.float64]
 # split: over the ranks of tensor parallelism. positions: over them too, where sequence parallel is on. whole: on each.
 Over = Literal["split", "positions", "whole"]
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 FP32 = 4
+INDEX = 8
 
 
 class Saved(NamedTuple):
@@ -55,6 +57,8 @@ class Kept(NamedTuple):
 
     beside_ffn: at the fullest moment of the feed-forward's backward. beside_norm: of a norm's.
     ffn: of what is kept or made again, that the feed-forward has let go when its norm's backward runs.
+    inner: of that, what experts have let go when the gradients of all their weights are there. beside_sent: added then.
+    beside_returned: added when what experts gave goes back.
     late: gradients of what each weight gave, which wait where the weights' half of a backward comes later.
     """
 
@@ -63,6 +67,9 @@ class Kept(NamedTuple):
     beside_ffn: Widths
     beside_norm: Widths
     ffn: Widths
+    inner: Widths
+    beside_sent: Widths
+    beside_returned: Widths
     late: Widths
 
 
@@ -75,9 +82,11 @@ def of_block(workload: Workload, sparse: bool) -> Kept:
     kept = tuple(_sum(one for one in saved if getattr(one, mode)) for mode in modes)
     again = tuple(_made_again(saved, mode) for mode in modes)
     let_go = {one.name for one in ffn if one.none and not one.name.startswith("residual")}
-    inner = [one for one in saved if one.name in let_go]
+    behind = [one for one in saved if one.name in let_go]
+    inner = _sum(one for one in behind if one.name not in STANDS_UNTIL_SENT)
     beside = _beside_ffn(workload, sparse), _beside_norm(workload)
-    return Kept(kept, again, *beside, _sum(inner), _late(workload, sparse))  # type: ignore[arg-type]
+    rows = _beside_sent(workload), _beside_returned(workload)
+    return Kept(kept, again, *beside, _sum(behind), inner, *rows, _late(workload, sparse))  # type: ignore[arg-type]
 
 
 def _made_again(saved: list[Saved], mode: str) -> Widths:
@@ -86,6 +95,13 @@ def _made_again(saved: list[Saved], mode: str) -> Widths:
         return Widths(0, 0, 0)
     read = [one._replace(size=-one.size) for one in saved if getattr(one, mode) and not one.none and not one.full]
     return _sum([one for one in saved if one.none and not getattr(one, mode)] + read)
+
+
+# What an expert's last product in a backward still reads, and what the router keeps for behind it.
+STANDS_UNTIL_SENT = (
+    "scaled before feed-forward", "root before feed-forward", "normed before feed-forward", "router", "router logits",
+    "place of rows", "sent to experts",
+)  # fmt: skip
 
 
 def of_norm(workload: Workload) -> Widths:
@@ -168,8 +184,9 @@ def _attention(workload: Workload) -> Iterator[Saved]:
         yield Saved("latents", size * (ranks + latent.rope_head_dim), "positions")
         yield Saved("normed latents", size * ranks, "positions", selective=keeps, for_weights=True)
     if arch.qk_norm:
-        yield Saved("queries and keys before their norm", size * (query + key), "split")
-    yield Saved("queries and keys", size * (query + key), "split")
+        yield from _norms_of_heads(workload, query + key, arch.num_heads + arch.num_kv_heads)
+    # What products gave is kept before its norm, and made into these anew.
+    yield Saved("queries and keys", size * (query + key), "split", selective=keeps or not arch.qk_norm)
     yield Saved("values", size * values, "split")
     yield Saved("attention", size * value, "split")
     yield Saved("log of sums", FP32 * arch.num_heads, "split", selective=True)
@@ -180,6 +197,20 @@ def _attention(workload: Workload) -> Iterator[Saved]:
     if not keeps:
         yield Saved("attention projected", size * arch.hidden_size, "whole", none=False)
     yield from _after(workload, "attention")
+
+
+def _norms_of_heads(workload: Workload, width: int, heads: int) -> Iterator[Saved]:
+    """Composed as the block's norms are: in fp32, what goes in, its inverse root, and it before its scale."""
+    size, keeps = compute_bytes(workload), workload.stack.selective != "products"
+    composed = workload.stack.kernels == "composed"
+    if not composed or size >= FP32 or not keeps:
+        # Products' results are kept as they are.
+        yield Saved("queries and keys before their norm", size * width, "split", none=not composed or size >= FP32)
+    if composed:
+        if size < FP32:
+            yield Saved("queries and keys in fp32", FP32 * width, "split", selective=keeps)
+        yield Saved("queries and keys before their scale", max(size, FP32) * width, "split", selective=keeps)
+        yield Saved("roots of queries and keys", max(size, FP32) * heads, "split", selective=keeps)
 
 
 def _after(workload: Workload, place: str) -> Iterator[Saved]:
@@ -218,19 +249,86 @@ def _experts(workload: Workload) -> Iterator[Saved]:
     per_token = experts.per_token if experts else 0
     width = experts.ffn_size if experts else 0
     yield from _norm(workload, "feed-forward")
-    yield Saved("router", 2 * FP32 * (experts.count if experts else 0), "positions", selective=keeps)
+    if experts and workload.stack.ours:
+        yield from _our_router(workload, experts)
+    else:
+        yield Saved("router", 2 * FP32 * (experts.count if experts else 0), "positions", selective=keeps)
     yield Saved("sent to experts", size * per_token * arch.hidden_size, "split", selective=keeps, for_weights=True)
     yield from _gate(workload, per_token * width, "experts' ")
     yield Saved("back from experts", size * per_token * arch.hidden_size, "split")
     if experts and experts.shared_ffn_size:
         yield from _gate(workload, experts.shared_ffn_size, "shared ")
+        # Behind a gate it is multiplied with that.
+        if experts.shared_gate or not keeps:
+            yield Saved("shared projected", size * arch.hidden_size, "whole", none=experts.shared_gate)
     yield from _after(workload, "feed-forward")
+
+
+def _our_router(workload: Workload, experts: Experts) -> Iterator[Saved]:
+    """In fp32 or more: scores, those of the chosen experts, their sum and weights; which they are; the rows' orders."""
+    size, keeps, each = max(FP32, compute_bytes(workload)), workload.stack.selective != "products", experts.per_token
+    weights = size * (2 * each + 1 if experts.renormalised else each if experts.scale == 1 else 2 * each)
+    yield Saved("router", size * experts.count + weights + INDEX * each, "positions", selective=keeps)
+    if not keeps:
+        yield Saved("router logits", size * experts.count, "positions", none=False)
+    yield Saved("place of rows", INDEX * each, "positions", selective=keeps)
+    yield Saved("order of rows", INDEX * each, "positions", selective=keeps)
+
+
+def _beside_sent(workload: Workload) -> Widths:
+    """Beside what experts were sent: gradients of it, by way of the gate and of up; of the gate; of the stream."""
+    arch, size, experts = workload.arch, compute_bytes(workload), workload.arch.experts
+    if experts is None:
+        return Widths(0.0, 0.0, 0.0)
+    rows = experts.per_token * ((2 if arch.gated_ffn else 1) * arch.hidden_size + experts.ffn_size)
+    return Widths(size * rows, _streams(workload, experts), 0.0)
+
+
+def _beside_returned(workload: Workload) -> Widths:
+    """Each row's gradient beside the stream's in fp32 or more; or, before, one of a token's rows and its product."""
+    arch, size, experts = workload.arch, compute_bytes(workload), workload.arch.experts
+    if experts is None:
+        return Widths(0.0, 0.0, 0.0)
+    wide = FP32 if size < FP32 else 0
+    most = max(wide + size * experts.per_token, wide + size + max(size, FP32))
+    return Widths(most * arch.hidden_size - size * _shared_gone(workload, experts), _streams(workload, experts), 0.0)
+
+
+def _shared_gone(workload: Workload, experts: Experts) -> int:
+    """Numbers a token that a shared expert kept and has let go: it goes back before the others."""
+    inner = experts.shared_ffn_size * (halves_kept(workload) + 1)
+    return inner + (workload.arch.hidden_size if experts.shared_gate else 0)
+
+
+def _streams(workload: Workload, experts: Experts) -> float:
+    """Bytes a token of the stream's gradient, and of that which a shared expert has left for what it was given."""
+    return float(compute_bytes(workload) * workload.arch.hidden_size * (2 if experts.shared_ffn_size else 1))
+
+
+def _beside_experts(workload: Workload, experts: Experts) -> Widths:
+    """In this engine, behind the projection down: what came back and what it read is gone, gradients of gate and up are
+    there.
+    """
+    arch, size = workload.arch, compute_bytes(workload)
+    rows, width = experts.per_token * arch.hidden_size, experts.per_token * experts.ffn_size
+    ways = 2 if arch.gated_ffn else 1
+    gone = _shared_gone(workload, experts)
+    return Widths(size * (ways * width - rows - gone), _streams(workload, experts), 0.0)
+
+
+def halves_kept(workload: Workload) -> int:
+    """Widths that a gate keeps, but for what goes into the projection down."""
+    if not workload.arch.gated_ffn:
+        return 1
+    return 2 if workload.stack.kernels == "fused" else 3
 
 
 def _beside_ffn(workload: Workload, sparse: bool) -> Widths:
     """Gradients of gate and product while what they were made of is still there, and of the stream."""
     arch, size = workload.arch, compute_bytes(workload)
     experts = arch.experts
+    if sparse and experts and workload.stack.ours:
+        return _beside_experts(workload, experts)
     width = experts.per_token * experts.ffn_size + experts.shared_ffn_size if sparse and experts else arch.ffn_size
     sent = experts.per_token * arch.hidden_size if sparse and experts else 0
     # The gradient of the product takes the place of the product itself.

@@ -25,8 +25,9 @@ T = TypeVar("T")
 class Rank:
     """One rank of each candidate's pipeline: its blocks and what stands beside them. Shapes: [n].
 
-    flying: (stage, micro-batch) pairs at the fullest moment; blocks: of all its stages; stage_blocks: of one.
-    kept, again, beside_ffn, beside_norm, ffn, late: bytes of one block (see activations.Kept), by the recompute chosen.
+    flying: (stage, micro-batch) pairs at the fullest moment; blocks: of all its stages; stage_blocks: of one; sparse:
+    how many of all have experts. kept, again, beside_ffn, beside_norm, ffn, inner, beside_sent, beside_returned, late:
+    bytes of a block (see activations.Kept), by the recompute chosen; going: as kept, of the block that goes back.
     """
 
     workload: Workload
@@ -37,6 +38,7 @@ class Rank:
     flying: Floats
     blocks: Floats
     stage_blocks: Floats
+    sparse: Floats
     units: Units
     shards: Shards
     whole: Numbers
@@ -44,15 +46,22 @@ class Rank:
     trained: float
     tokens: Floats
     kept: Floats
+    going: Floats
     again: Floats
     beside_ffn: Floats
     beside_norm: Floats
     ffn: Floats
+    inner: Floats
+    beside_sent: Floats
+    beside_returned: Floats
     late: Floats
 
     @classmethod
     def of(cls, workload: Workload, candidates: Candidates, place: Counts) -> Self:
-        """Where blocks differ (with experts, without), activations are those of the mean, the unit the larger."""
+        """Where blocks differ (with experts, without), activations are those of the mean, the unit the larger.
+
+        Of this engine's blocks without a pipeline it is known which go back first: those with experts.
+        """
         arch, c = workload.arch, candidates
         first, last = in_flight.holds_first(place), in_flight.holds_last(c, place)
         dense = in_flight.dense_layers_at(c, place, arch.num_layers, arch.dense_layers).astype(np.float64)
@@ -70,7 +79,7 @@ class Rank:
         share = np.divide(sparse, blocks, out=np.zeros(len(c)), where=blocks > 0)
         return cls(
             workload, c, place, first, last, in_flight.pairs_in_flight(c, place).astype(np.float64), blocks,
-            blocks / np.where(c.pp > 1, c.stages_per_rank, 1), units, Shards.of(c),
+            blocks / np.where(c.pp > 1, c.stages_per_rank, 1), sparse, units, Shards.of(c),
             whole + Numbers(added * blocks, np.zeros(len(c))), block, trained, tokens,
             *_of_activations(workload, c, tokens, share),
         )  # fmt: skip
@@ -91,7 +100,8 @@ def _trained(workload: Workload) -> tuple[float, float]:
 
 
 def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Floats) -> tuple[Floats, ...]:
-    """kept, again, beside_ffn, beside_norm, ffn, late of the mean block, in bytes."""
+    """kept of the mean block; then as Kept has them, kept and all that follows, of the one that goes back: of the mean
+    too, or of one with experts where that is known to go first. In bytes."""
     saved = np.where(c.compiled, memory_constants().compiled_activations, 1.0)
 
     def of(sparse: bool) -> list[Floats]:
@@ -99,16 +109,30 @@ def _of_activations(workload: Workload, c: Candidates, tokens: Floats, share: Fl
         return [
             np.choose(c.recompute, [widths.on_rank(c) for widths in one.kept]),
             np.choose(c.recompute, [widths.on_rank(c) for widths in one.again]),
-            *(widths.on_rank(c) for widths in (one.beside_ffn, one.beside_norm, one.ffn, one.late)),
+            *(
+                widths.on_rank(c)
+                for widths in (
+                    one.beside_ffn,
+                    one.beside_norm,
+                    one.ffn,
+                    one.inner,
+                    one.beside_sent,
+                    one.beside_returned,
+                    one.late,
+                )
+            ),
         ]
 
-    found = of(False) if workload.arch.dense_layers else of(True)
+    found = first = of(False) if workload.arch.dense_layers else of(True)
     if workload.arch.dense_layers and workload.arch.moe_layers:
-        found = [a * (1 - share) + b * share for a, b in zip(found, of(True), strict=True)]
+        sparse = of(True)
+        found = first = [a * (1 - share) + b * share for a, b in zip(found, sparse, strict=True)]
+        if workload.stack.ours:
+            first = [np.where(c.pp == 1, b, mean) for b, mean in zip(sparse, found, strict=True)]
     full = c.recompute == RECOMPUTE.index("full")
-    kept, *rest = found
-    kept = kept * tokens * np.where(full, 1.0, saved) + activations.tables(workload) * tokens / c.micro_batch
-    return (kept, *(each * tokens * saved for each in rest))
+    tables = activations.tables(workload) * tokens / c.micro_batch
+    kept, going = (one * tokens * np.where(full, 1.0, saved) + tables for one in (found[0], first[0]))
+    return (kept, going, *(each * tokens * saved for each in first[1:]))
 
 
 def once(count: Callable[Concatenate[Rank, P], T]) -> Callable[Concatenate[Rank, P], T]:
@@ -188,6 +212,14 @@ def gathers(rank: Rank) -> Flags:
 
 
 @once
+def last_backward(rank: Rank) -> Flags:
+    """Whether the fullest backward is a step's last one, in which each block that is done is let go: below zero 3 and
+    without a pipeline, where no other one has the gradients of all blocks beside it."""
+    c = rank.candidates
+    return np.asarray((c.pp == 1) & ((c.zero == 1) | ((c.zero == 2) & (c.accumulation <= 2))) & gathers(rank))
+
+
+@once
 def casts(rank: Rank) -> Flags:
     """Whether masters that are whole are cast for use, each micro-batch anew."""
     stack = rank.stack
@@ -217,12 +249,13 @@ def block_bytes(rank: Rank) -> float:
 
 
 @once
-def gathered(rank: Rank, blocks_in_use: float) -> Floats:
-    """Bytes of parameters made whole for use. `blocks_in_use`: of a gathered block, 0 or 1."""
+def gathered(rank: Rank, blocks_in_use: float, done: Floats | float = 0.0) -> Floats:
+    """Bytes of parameters made whole for use. `blocks_in_use`: of a gathered block, 0 or 1. `done`: behind backward."""
     size, zero = rank.stack.gathered, rank.candidates.zero
     # A block of fewer bits counts as so many numbers of the root's size.
     root, block = root_unit(rank).whole, rank.block.whole * (block_bytes(rank) / size)
-    at_once = np.where(zero == 3, root + blocks_in_use * block, rank.whole.whole)
+    left = rank.whole.whole - np.where(last_backward(rank), done * rank.block.whole, 0.0)
+    at_once = np.where(zero == 3, root + blocks_in_use * block, left)
     return np.asarray(size * np.where(gathers(rank), at_once, 0.0))
 
 
@@ -230,8 +263,11 @@ def copied(rank: Rank, done: Floats | float, blocks_in_use: float, heads: Floats
     """Bytes of parameters cast for use. Of blocks: kept like activations, when `done` of the one in backward are gone,
     and a recomputed one's anew. Of the head and the norm before it: so many copies, each until its backward."""
     none = rank.candidates.recompute == RECOMPUTE.index("none")
-    blocks = np.where(none, np.maximum(rank.flying * rank.stage_blocks - done, 0.0), blocks_in_use)
-    numbers = blocks * rank.block.whole + heads * late_root(rank).whole
+    root = root_unit(rank).whole
+    mean = np.divide(rank.whole.whole - root, rank.blocks, out=np.zeros_like(root), where=rank.blocks > 0)
+    kept = np.maximum(rank.flying * rank.stage_blocks * mean - done * rank.block.whole, 0.0)
+    blocks = np.where(none, kept, blocks_in_use * rank.block.whole)
+    numbers = blocks + heads * late_root(rank).whole
     return np.where(casts(rank), rank.stack.gathered * numbers, 0.0)
 
 
@@ -250,7 +286,7 @@ def embedding_copy(rank: Rank) -> Floats:
 
 def activations_kept(rank: Rank, done: Floats | float) -> Floats:
     """Kept by all micro-batches in flight, when so many blocks of the one in backward are gone."""
-    return np.maximum(rank.flying * rank.stage_blocks - done, 0.0) * rank.kept
+    return np.maximum(rank.flying * rank.stage_blocks * rank.kept - done * rank.going, 0.0)
 
 
 @once

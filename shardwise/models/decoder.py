@@ -1,4 +1,4 @@
-"""The reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; loss and sampling."""
+"""The reference decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts; loss and sampling."""
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from shardwise.inputs.arch import Arch, require_buildable
 from shardwise.models.counter_rng import fill_normal_
+from shardwise.models.experts import Choice, SparseFeedForward
 from shardwise.models.linear import Linear
 from shardwise.models.sharded_loss import sharded_cross_entropy
 from shardwise.names import canonical
@@ -83,7 +84,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. Shapes: [B, S, hidden] -> [B, S, hidden]."""
+    """Grouped-query attention with rotary positions; where the shape says so, each query and key is normalised first.
+
+    Shapes: [B, S, hidden] -> [B, S, hidden].
+    """
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()
@@ -92,10 +96,14 @@ class Attention(nn.Module):
         self.k_proj = Linear(arch.hidden_size, arch.num_kv_heads * arch.head_dim)
         self.v_proj = Linear(arch.hidden_size, arch.num_kv_heads * arch.head_dim)
         self.o_proj = Linear(arch.num_heads * arch.head_dim, arch.hidden_size)
+        self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
+        self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         # [B, S, heads * D] -> [B, S, heads, D]; heads are counted from the width: a shard of them fits.
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [B, H, S, D]
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # [B, H, S, D] -> [B, S, H * D] -> [B, S, hidden]
@@ -104,11 +112,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU, or GELU where the shape is not gated. Shapes: [B, S, hidden] -> [B, S, hidden]."""
 
-    def __init__(self, arch: Arch) -> None:
+    def __init__(self, arch: Arch, width: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(arch.hidden_size, arch.ffn_size) if arch.gated_ffn else None
-        self.up_proj = Linear(arch.hidden_size, arch.ffn_size)
-        self.down_proj = Linear(arch.ffn_size, arch.hidden_size)
+        self.gate_proj = Linear(arch.hidden_size, width) if arch.gated_ffn else None
+        self.up_proj = Linear(arch.hidden_size, width)
+        self.down_proj = Linear(width, arch.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.gate_proj is None:
@@ -116,15 +124,24 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def feed_forward(arch: Arch, layer: int) -> nn.Module:
+    """That of the block with this number, from 0: of experts behind the first, dense ones."""
+    experts = arch.experts
+    if experts is None or layer < arch.dense_layers:
+        return FeedForward(arch, arch.ffn_size)
+    shared = FeedForward(arch, experts.shared_ffn_size) if experts.shared_ffn_size else None
+    return SparseFeedForward(arch.hidden_size, experts, gated=arch.gated_ffn, shared=shared)
+
+
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each normalised before and added back after."""
 
-    def __init__(self, arch: Arch) -> None:
+    def __init__(self, arch: Arch, layer: int = 0) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.attention = Attention(arch)
         self.ffn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.ffn = FeedForward(arch)
+        self.ffn = feed_forward(arch, layer)
         self.dropout = nn.Dropout(arch.dropout)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -145,7 +162,7 @@ class Decoder(nn.Module):
         self.arch = arch
         self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
         self.rotary = RotaryTables(arch)
-        self.blocks = nn.ModuleList(Block(arch) for _ in range(arch.num_layers))
+        self.blocks = nn.ModuleList(Block(arch, layer) for layer in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.lm_head = Linear(arch.hidden_size, arch.vocab_size)
         if arch.tied_embeddings:
@@ -175,6 +192,9 @@ class Decoder(nn.Module):
             else:
                 fill_normal_(parameter, seed=seed, name=canonical(name), std=std)
         self.rotary.fill()
+        for module in self.modules():
+            if isinstance(module, Choice) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def _initial_std(name: str, shape: torch.Size, layers: int) -> float:

@@ -27,7 +27,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if _onednn_serves(x, self.weight):
+        if onednn_serves(x, self.weight):
             return _OneDnnLinear.apply(x, self.weight)
         return F.linear(x, self.weight)
 
@@ -46,7 +46,7 @@ def _cpu_description() -> str:
     return path.read_text()[:4096] if path.exists() else ""
 
 
-def _onednn_serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def onednn_serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Plain fp32 tensors on CPU, eager: what DTensor, autocast, fake tensors or compile see stays torch's."""
     return (
         type(x) is torch.Tensor

@@ -170,6 +170,7 @@ def reasons(subject: Subject, found: Found, chosen: Choice, recipe: Recipe) -> t
         f"{format_bytes(estimate.memory_bytes)} of {format_bytes(estimate.memory_limit_bytes)} a rank, most of it "
         f"{words(fullest[0])} ({format_bytes(fullest[1])})",
         rule_of_thumb.precision_of(recipe, subject.cluster)[1],
+        *subject.workload.arch.left_out(),
     )
 
 

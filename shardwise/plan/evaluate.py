@@ -23,7 +23,7 @@ def choices(subject: Subject, model: CostModel, table: Table) -> tuple[Choice, .
     for index, one in enumerate(estimates):
         row = {name: int(table[name][index]) for name in (*choice.COLUMNS, "data_parallel")}
         decided = choice.decision(row, subject.workload.global_batch, subject.workload.precision)
-        found.append(Choice(decided, one, (*subject.planned_only, *engine.reasons(decided))))
+        found.append(Choice(decided, one, (*subject.planned_only, *engine.reasons(decided, subject.workload.arch))))
     return tuple(found)
 
 

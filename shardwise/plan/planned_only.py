@@ -2,8 +2,21 @@
 
 from shardwise.inputs.arch import Arch
 from shardwise.inputs.recipe import ModelSpec, PlanRequest
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Decision, Plan
 from shardwise.plan.violation import REPLAN, Rule, Violation
+
+# Axes that have not met experts yet: why, of each.
+NOT_WITH_EXPERTS = {
+    "tp": "experts are not split over a tensor group yet",
+    "pp": "stages of blocks with experts are not proved yet",
+}
+
+
+def against_experts(decision: Decision, arch: Arch | None) -> dict[str, str]:
+    """The axes of a decision that have not met this model's experts yet, each with the reason."""
+    if arch is None or arch.experts is None:
+        return {}
+    return {name: why for name, why in NOT_WITH_EXPERTS.items() if getattr(decision.mesh, name) > 1}
 
 
 def axis_runs(axis: str, later: str) -> Rule:
@@ -23,6 +36,22 @@ def axis_runs(axis: str, later: str) -> Rule:
         )
 
     return rule
+
+
+def experts_run(plan: Plan, world: int) -> Violation | None:
+    """Axes that have not met experts yet."""
+    against = against_experts(plan.decision, plan.arch)
+    if not against:
+        return None
+    axes = [f"{axis} = {getattr(plan.decision.mesh, axis)}" for axis in against]
+    return Violation(
+        rule="experts_run",
+        what=f"{' and '.join(axes)} with experts is planned only: this engine does not run it yet.",
+        why="; ".join(against.values()) + "; data parallel and full sharding of experts run",
+        fix=" and ".join(f"train.plan.{axis} = 1" for axis in against),
+        apply={**{f"train.plan.{axis}": 1 for axis in against}, "train.plan.schedule": "auto",
+               "train.plan.stages_per_rank": "auto", "train.plan.stage_blocks": "even", **REPLAN},
+    )  # fmt: skip
 
 
 def option_runs(key: str) -> Rule:
@@ -63,9 +92,7 @@ def model_runs(plan: Plan, world: int) -> Violation | None:
         rule="model_runs",
         what=f"{plan.arch.name if plan.arch else ''} is planned only: this engine does not build it yet.",
         why=problem,
-        fix='model.preset = "llama-3-8b" or another Llama-style shape, or model.factory = "my.module:build"'
-        if plan.ours
-        else 'a dense model for model.hf, or model.factory = "my.module:build"',
+        fix=_another_model(plan),
     )
 
 
@@ -74,6 +101,14 @@ def engine_problem(arch: Arch, hf: str | None) -> str:
     if hf is None:
         return arch.engine_problem()
     return "files hold experts one by one and modules hold them together, which is not built" if arch.experts else ""
+
+
+def _another_model(plan: Plan) -> str:
+    if not plan.ours:
+        return 'a dense model for model.hf, or model.factory = "my.module:build"'
+    if plan.arch is not None and "output_router_logits" in plan.arch.engine_problem():
+        return "output_router_logits = false in its config.json (no balancing loss), or another shape"
+    return 'model.preset = "llama-3-8b" or another Llama-style shape, or model.factory = "my.module:build"'
 
 
 def trainable_runs(plan: Plan, world: int) -> Violation | None:
@@ -129,6 +164,7 @@ def trackers_run(plan: Plan, world: int) -> Violation | None:
 RULES: tuple[Rule, ...] = (
     axis_runs("cp", "context parallel"),
     axis_runs("ep", "expert parallel"),
+    experts_run,
     option_runs("offload"),
     option_runs("compression"),
     shares_run,

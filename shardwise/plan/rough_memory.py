@@ -54,16 +54,26 @@ def block_activation_bytes(arch: Arch, sequence_length: int, precision: Precisio
 
     none: 34 * s * h bytes in 2-byte precision (Korthikanti et al. 2022), without the attention matrix, which a fused
     kernel does not keep. selective: what the matrices and the attention give, and the block's input. full: the input.
+    Of experts each token's own, and what is sent to them and comes back, stand beside.
     """
     size = ACTIVATION_BYTES[precision]
+    most = 17 * arch.hidden_size + _of_experts(arch)
     if recompute == "none":
-        return 17 * size * sequence_length * arch.hidden_size
+        return size * sequence_length * most
     if recompute == "full":
         return size * sequence_length * arch.hidden_size
     attention = 2 * arch.num_heads * arch.head_dim + 2 * arch.num_kv_heads * arch.head_dim
-    ffn = (2 if arch.gated_ffn else 1) * arch.ffn_size
-    kept = min(17 * arch.hidden_size, attention + ffn + 3 * arch.hidden_size)
+    ffn = (2 if arch.gated_ffn else 1) * (0 if arch.moe_layers else arch.ffn_size)
+    kept = min(most, attention + ffn + 3 * arch.hidden_size + _of_experts(arch))
     return size * sequence_length * kept
+
+
+def _of_experts(arch: Arch) -> int:
+    """Numbers a token: four widths of each of its experts, and of the shared ones; its rows there and back."""
+    if arch.experts is None or not arch.moe_layers:
+        return 0
+    experts = arch.experts
+    return experts.per_token * (4 * experts.ffn_size + 2 * arch.hidden_size) + 4 * experts.shared_ffn_size
 
 
 def _logits_bytes(arch: Arch, sequence_length: int, precision: Precision) -> int:

@@ -87,7 +87,8 @@ def plan(recipe: Recipe, shape: Arch | int | None, cluster: Cluster, *, world: i
     decision, why_recompute = _with_recompute(decision, request, recipe, cluster, arch, at_rest)
     decision, why_micro = _with_micro_batch(decision, recipe, cluster, arch, at_rest)
     decision, why_compile = _with_compile(decision, wanted, cluster)
-    why = (*why_world, *why_mesh, why_precision, *why_recompute, why_micro, why_compile)
+    told = arch.left_out() if arch is not None else ()
+    why = (*why_world, *why_mesh, why_precision, *why_recompute, why_micro, why_compile, *told)
     return Plan(recipe, cluster, decision, why, arch=arch, shardwise_version=importlib.metadata.version("shardwise"))
 
 

@@ -113,7 +113,7 @@ def search(subject: Subject, model: CostModel, top: int = 5, ceiling: float = np
     cores = space.rows(cores, np.isfinite(cores["least"]))
     if not _length(cores):
         return found
-    cores["may_run"] = engine.may_run(cores) & subject.runs
+    cores["may_run"] = engine.may_run(cores, subject.task.arch) & subject.runs
     cores["own"] = _core_floors(subject, model, cores)
     cores["floor"] = cores["own"] + cores["least"]
     cores = space.rows(cores, np.argsort(cores["floor"], kind="stable"))
@@ -221,7 +221,7 @@ def _look_into(subject: Subject, model: CostModel, cores: Table, splits: _Splits
     """The plans of these cores: their pipelines in order of what they take without their split, then its splits."""
     table = space.with_pipelines(subject.task, cores)
     table["floor"] = bounds.pipeline_floor(table, table["own"]) + table["least"]
-    table["may_run"] = engine.may_run(table) & (table["may_run"] != 0)
+    table["may_run"] = engine.may_run(table, subject.task.arch) & (table["may_run"] != 0)
     table = _open(table, found)
     if not _length(table):
         return found
@@ -247,7 +247,7 @@ def _look_at_splits(subject: Subject, model: CostModel, pipelines: Table, splits
     """The plans of these pipelines that their bounds let in, and that fit by what they hold at least."""
     running = np.where(pipelines["may_run"] != 0, found.running.worst, -np.inf)
     plans = splits.within(pipelines, np.maximum(found.best.worst, running))
-    plans["may_run"] = engine.runs(plans) & (plans["may_run"] != 0)
+    plans["may_run"] = engine.runs(plans, subject.task.arch) & (plans["may_run"] != 0)
     plans = _open(plans, found)
     least = plans["samples"] + bounds.least_states(subject.workload, plans)
     plans = space.rows(plans, _can_fit(subject, model, least))

@@ -85,7 +85,7 @@ def choices(subject: Subject, model: CostModel) -> tuple[Choice, ...]:
     for decided in dict.fromkeys(found):
         one = estimate(subject, model, decided)
         if one.memory_bytes_interval[1] <= one.memory_limit_bytes:
-            taken.append(Choice(decided, one, (*subject.planned_only, *engine.reasons(decided))))
+            taken.append(Choice(decided, one, (*subject.planned_only, *engine.reasons(decided, arch))))
     return tuple(sorted(taken, key=lambda one: one.estimate.step_seconds))
 
 
@@ -207,7 +207,7 @@ def _with_stages(subject: Subject, groups: Sequence[Kind], model: CostModel) -> 
                 sized = msgspec.structs.replace(decided, stage_blocks="even" if sizes == even else sizes)
                 found.append((seconds, sized))
         found.sort(key=lambda one: one[0])
-        yield from [one for _, one in found if not engine.reasons(one)][:LOOKED_AT]
+        yield from [one for _, one in found if not engine.reasons(one, arch)][:LOOKED_AT]
         yield from [one for _, one in found[: LOOKED_AT // 2]]
 
 

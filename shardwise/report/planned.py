@@ -169,6 +169,7 @@ def _why(told: Planned, chosen: Choice) -> list[str]:
         f"bound   {MEANS.get(largest, words(largest))}",
         f"thumb   {_thumb(told, estimate)}",
     ]
+    lines += [f"note    {one}" for one in told.searched.subject.workload.arch.left_out()]
     if told.plan is not None:
         lines += [f"runs    not as it is: {one.what} fix: {one.fix}" for one in told.violations]
     if told.searched.running and told.searched.candidates[0].planned_only:

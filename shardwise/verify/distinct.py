@@ -19,7 +19,13 @@ class Distinct(NamedTuple):
 def split_lengths(arch: Arch) -> tuple[int, ...]:
     """The lengths of the dims of our decoder's parameters: what tp and dp_shard cut."""
     heads, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    return tuple(sorted({arch.vocab_size, arch.hidden_size, arch.ffn_size, heads, keys}))
+    lengths = {arch.vocab_size, arch.hidden_size, arch.ffn_size, heads, keys}
+    experts = arch.experts
+    if experts is not None:
+        lengths |= {experts.count, experts.count * experts.ffn_size, experts.count * arch.hidden_size}
+        lengths |= {experts.shared_ffn_size} if experts.shared_ffn_size else set()
+        lengths |= {1} if experts.shared_gate else set()
+    return tuple(sorted(lengths | ({arch.head_dim} if arch.qk_norm else set())))
 
 
 def distinct_ranks(plan: Plan, lengths: Iterable[int]) -> tuple[Distinct, ...]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from shardwise.inputs.arch import Arch
+from shardwise.inputs.arch import Arch, Experts
 from shardwise.inputs.hardware import MachineFacts, local_cluster
 from shardwise.inputs.recipe import BatchSpec, DataSpec, Recipe, ScheduleSpec, TrainSpec
 from shardwise.plan.mesh import MeshShape
@@ -29,6 +29,8 @@ LONGEST = 16
 MOST_HEADS_A_KEY = 8
 # Families of Hugging Face turn a part of a head alone, which must come out even.
 HF_HEAD_DIM = 16
+# Three ranks share out five experts' rows unevenly, and some expert of them gets no token.
+MOST_EXPERTS, MOST_EXPERTS_A_TOKEN, EXPERT_FFN = 5, 2, 10
 # Large enough that four steps move every weight, and a norm that clips.
 LEARNING_RATE, CLIP_NORM = 1e-2, 0.5
 GIVEN = "a decoder of the same make, shrunk"
@@ -117,6 +119,20 @@ def _arch(arch: Arch, plan: Plan, mesh: MeshShape) -> Arch:
         ffn_size=EVEN_FFN if arch.ffn_size % old.tp == 0 else ODD_FFN,
         max_sequence_length=LONGEST,
         dropout=0.0,
+        experts=_experts(arch.experts) if arch.experts is not None else None,
+    )
+
+
+def _experts(experts: Experts) -> Experts:
+    """Few and narrow: more than a token goes through, where there were; and a dense block before them where one was."""
+    each = min(experts.per_token, MOST_EXPERTS_A_TOKEN)
+    return msgspec.structs.replace(
+        experts,
+        count=each if experts.count == experts.per_token else min(experts.count, MOST_EXPERTS),
+        per_token=each,
+        ffn_size=EXPERT_FFN,
+        shared_ffn_size=EXPERT_FFN if experts.shared_ffn_size else 0,
+        dense_layers=min(experts.dense_layers, 1),
     )
 
 

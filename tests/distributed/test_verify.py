@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shardwise.errors import PlanInfeasible, RecipeError
-from shardwise.inputs.arch import PRESETS
+from shardwise.inputs.arch import PRESETS, Experts
 from shardwise.inputs.hardware import parse_cluster
 from shardwise.inputs.recipe import BatchSpec, DataSpec, ModelSpec, Recipe, TrainSpec
 from shardwise.plan.mesh import MeshShape
@@ -25,7 +25,9 @@ def plan(mesh: str, zero: int = 0, *, factory: str | None = None, **more: object
     """`mesh` as "pp2 tp2"; the decoder is tied, with grouped heads, and a dropout that parity turns off."""
     axes = {word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz_")) for word in mesh.split()}
     shape = MeshShape(**axes)
-    arch = msgspec.structs.replace(PRESETS["decoder-8m"], tied_embeddings=True, dropout=0.1)
+    arch = msgspec.structs.replace(
+        PRESETS["decoder-8m"], tied_embeddings=True, dropout=0.1, experts=more.pop("experts", None)
+    )
     decision = Decision(mesh=shape, zero=zero, global_batch=64, micro_batch=1, accumulation=8, precision="bf16",
                         schedule=more.pop("schedule", "1f1b") if shape.pp > 1 else "none", **more)  # fmt: skip
     model = ModelSpec(given="a test") if factory is None else ModelSpec(factory=factory)
@@ -49,6 +51,7 @@ SPLITS = [
     pytest.param(plan("pp2", schedule="interleaved-zb", stages_per_rank=2), id="interleaved-zb", marks=nightly),
     pytest.param(plan("pp2", schedule="dualpipev", stages_per_rank=2), id="dualpipev", marks=nightly),
     pytest.param(plan("pp2 dp_shard2 tp2", 1), id="three axes", marks=nightly),
+    pytest.param(plan("dp_shard3", 3, experts=Experts(64, 6, 256, 512, dense_layers=1)), id="experts", marks=nightly),
     pytest.param(plan("pp2 dp_replicate2 dp_shard2 tp2", 3), id="four axes", marks=nightly),
 ]
 

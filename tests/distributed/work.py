@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ def arch(**changes: Any) -> Arch:
         "name": "test", "vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
         "head_dim": 8, "ffn_size": 48, "max_sequence_length": 16, "tied_embeddings": False,
     }  # fmt: skip
-    return Arch(**{**shape, **changes})
+    return msgspec.convert({**shape, **changes}, Arch)  # changes may have come as JSON
 
 
 def plan(

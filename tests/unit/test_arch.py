@@ -10,7 +10,7 @@ from shardwise.errors import ModelError, RecipeError
 from shardwise.inputs.arch import (
     PRESETS,
     Arch,
-    Experts,
+    Latent,
     arch_of,
     from_config_json,
     preset,
@@ -142,10 +142,32 @@ def test_a_model_of_hugging_face_is_read_from_its_config_and_one_of_an_unknown_k
 
 
 def test_a_shape_that_the_decoder_has_not_is_refused_when_it_is_built() -> None:
-    mixture = msgspec.structs.replace(preset("decoder-2m"), experts=Experts(count=8, per_token=2, ffn_size=64))
-    assert "experts" in mixture.engine_problem()
+    latent = msgspec.structs.replace(preset("decoder-2m"), latent=Latent(8, 8, 4, 8))
+    assert "latent attention" in latent.engine_problem()
     with pytest.raises(ModelError, match="cannot build"):
-        require_buildable(mixture)
+        require_buildable(latent)
+
+
+MIXTRAL = {**LLAMA_7B, "model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8,
+           "num_experts_per_tok": 2}  # fmt: skip
+
+
+def test_a_balancing_loss_that_a_config_names_is_left_out_and_said_so() -> None:
+    plain = from_config_json(MIXTRAL)
+    assert plain.engine_problem() == "" and "left out" not in plain.left_out()[0]
+    named = from_config_json({**MIXTRAL, "router_aux_loss_coef": 0.02, "output_router_logits": False})
+    assert named.engine_problem() == "" and "0.02 in the model's config is left out" in named.left_out()[0]
+    assert preset("decoder-8m").left_out() == ()
+
+
+def test_a_balancing_loss_that_a_config_asks_for_is_refused() -> None:
+    asked = from_config_json({**MIXTRAL, "router_aux_loss_coef": 0.02, "output_router_logits": True})
+    assert "balancing loss" in asked.engine_problem()
+    assert from_config_json({**MIXTRAL, "router_aux_loss_coef": 0, "output_router_logits": True}).engine_problem() == ""
+    jittered = from_config_json({**MIXTRAL, "router_jitter_noise": 0.1})
+    assert "jittered" in jittered.engine_problem()
+    with pytest.raises(RecipeError, match="router_aux_loss_coef"):
+        from_config_json({**MIXTRAL, "router_aux_loss_coef": "much"})
 
 
 def test_old_json_is_read_with_the_defaults_of_llama() -> None:

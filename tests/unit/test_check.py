@@ -35,6 +35,7 @@ LARGE = msgspec.structs.replace(
     ffn_size=28672,
 )
 GROUPED = msgspec.structs.replace(SMALL, num_heads=8, num_kv_heads=2, head_dim=20)
+MIXED = msgspec.structs.replace(GROUPED, experts=Experts(count=8, per_token=2, ffn_size=64))
 LONG = msgspec.structs.replace(LARGE, name="long", max_sequence_length=8192)
 
 ODD = ["train.plan.pp=2", "data.sequence_length=251"]
@@ -46,6 +47,8 @@ BROKEN: list[tuple[str, list[str], Arch, Cluster, int | None]] = [
     ("zero_matches_sharding", ["train.plan.zero=3", "train.plan.dp_replicate=4"], SMALL, CPU, 4),
     ("cp_runs", ["train.plan.cp=2"], SMALL, CPU, 4),
     ("ep_runs", ["train.plan.ep=2", "train.plan.zero=3"], SMALL, CPU, 4),
+    ("experts_run", ["train.plan.tp=2"], MIXED, CPU, 4),
+    ("experts_run", ["train.plan.pp=2", "train.plan.schedule=1f1b", "train.plan.zero=1"], MIXED, CPU, 4),
     ("offload_runs", ["train.plan.offload=cpu"], SMALL, CPU, 2),
     ("compression_runs", ["train.plan.compression=powersgd"], SMALL, CPU, 2),
     ("buckets_need_whole_copies", ["train.plan.zero=3", "train.plan.bucket_cap_mb=25"], SMALL, CPU, 4),

@@ -83,6 +83,7 @@ def measured(plan: str, name: str) -> dict[str, Any]:
 
 
 WHOLE: dict[str, Any] = {"model": {"sequence_parallel": False}}
+EXPERTS = {"count": 5, "per_token": 2, "ffn_size": 10, "shared_ffn_size": 12, "shared_gate": True, "dense_layers": 1}
 CASES = {
     "replicated": made({"dp_replicate": 2}, 0),
     "replicated, mixed, accumulated": made({"dp_replicate": 3}, 0, precision="bf16", accumulation=2),
@@ -95,6 +96,12 @@ CASES = {
     "hybrid": made({"dp_replicate": 2, "dp_shard": 2}, 3, precision="bf16"),
     "zero 3, many micro-batches": made({"dp_shard": 2}, 3, accumulation=7),
     "uneven batch": made({"dp_shard": 2}, 3, global_batch=5, accumulation=2),
+    "experts, zero 3, mixed, accumulated": made(
+        {"dp_shard": 3}, 3, {"experts": EXPERTS, "qk_norm": True}, precision="bf16", accumulation=2
+    ),
+    "experts, replicated, selective recompute": made(
+        {"dp_replicate": 2}, 0, {"experts": EXPERTS}, recompute="selective", precision="fp32"
+    ),
     "pipeline": made({"pp": 2}, 0, schedule="1f1b", accumulation=4),
     "pipeline, many micro-batches": made({"pp": 2}, 0, schedule="1f1b", accumulation=9),
     "pipeline, zero 1": made({"pp": 2, "dp_shard": 2}, 1, schedule="1f1b", accumulation=2),
@@ -135,7 +142,7 @@ CASES = {
 # Each part of these stands in another case, and all of them run at night.
 BY_NIGHT = (
     "tensor, zero 1", "pipeline, tensor", "tensor, zero 3, whole sequence, whole logits", "tensor, replicated",
-    "zero 3, many micro-batches",
+    "zero 3, many micro-batches", "experts, replicated, selective recompute",
 )  # fmt: skip
 
 
@@ -183,7 +190,7 @@ def test_bytes_are_exactly_those_of_tensors_that_hold_data(name: str) -> None:
     found = dry(name)
     assert found.passed, (found.violations, found.mismatches)
     subject, shapes = case(plan, name), dict[Any, Any]()
-    names, kinds = loss_layout(plan, subject), distinct_ranks(plan, split_lengths(work.arch()))
+    names, kinds = loss_layout(plan, subject), distinct_ranks(plan, split_lengths(plan.arch or work.arch()))
     for run, kind in zip(found.ranks, kinds, strict=True):
         real, _, _ = run_rank(plan, subject, kind, names, shapes, RealTensors)
         assert msgspec.structs.replace(real, seconds=run.seconds) == run

@@ -37,7 +37,7 @@ def written_out(asked: Subject, model: CostModel, runs: bool) -> dict[tuple[int,
     rows = candidates(table)
     keep = model.memory(asked.workload, asked.cluster, rows).high <= asked.limit
     if runs:
-        keep &= engine.runs(table)
+        keep &= engine.runs(table, asked.task.arch)
     seconds = model.step(asked.workload, asked.cluster, rows).seconds
     best: dict[tuple[int, ...], float] = {}
     for index in np.flatnonzero(keep):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.inputs.arch import Arch, preset
+from shardwise.inputs.arch import Arch, Experts, preset
 from shardwise.inputs.hardware import parse_cluster
 from shardwise.inputs.recipe import Recipe, from_keys
 from shardwise.plan import choice, engine, space, validity
@@ -21,12 +21,13 @@ ARCH = msgspec.structs.replace(
     preset("decoder-2m"), name="small", num_layers=6, num_heads=8, num_kv_heads=4, head_dim=32, hidden_size=256,
     max_sequence_length=8192,
 )  # fmt: skip
+MIXED: Arch = msgspec.structs.replace(ARCH, experts=Experts(count=8, per_token=2, ffn_size=128))
 CLUSTER = parse_cluster("4x8xB200")
 # What a plan needs and this engine lacks; the others say that a plan contradicts itself.
-PLANNED_ONLY = {"cp_runs", "ep_runs", "offload_runs", "combination_runs"}
+PLANNED_ONLY = {"cp_runs", "ep_runs", "experts_run", "offload_runs", "combination_runs"}
 TASKS = st.builds(
     Task,
-    arch=st.just(ARCH),
+    arch=st.sampled_from([ARCH, MIXED]),
     sequence_length=st.sampled_from([1024, 1016]),
     global_batch=st.sampled_from([4, 7, 12, 64]),
     world=st.sampled_from([1, 2, 3, 8, 12]),
@@ -59,7 +60,7 @@ def broken(task: Task, row: dict[str, int]) -> set[str]:
 @given(task=TASKS, seed=st.integers(0, 999))
 def test_a_plan_of_the_space_breaks_no_rule_but_those_of_what_the_engine_lacks(task: Task, seed: int) -> None:
     table = space.with_splits(task, space.with_pipelines(task, space.cores(task)))
-    runs, length = engine.runs(table), len(table["pp"])
+    runs, length = engine.runs(table, task.arch), len(table["pp"])
     assert length == space.count(task, space.cores(task))
     for index in random.Random(seed).sample(range(length), min(20, length)):
         row = {name: int(column[index]) for name, column in table.items()}
@@ -143,10 +144,7 @@ def test_predicates_take_numbers_and_arrays_alike() -> None:
 
 
 def test_experts_are_shared_by_ranks_that_hold_different_samples_or_positions() -> None:
-    from shardwise.inputs.arch import Experts
-
-    arch: Arch = msgspec.structs.replace(ARCH, experts=Experts(count=8, per_token=2, ffn_size=128))
-    found = space.everything(Task(arch, 1024, 64, 16, 8))
+    found = space.everything(Task(MIXED, 1024, 64, 16, 8))
     assert set(np.unique(found.ep)) == {1, 2, 4, 8}
     assert np.all(found.dp_shard * found.cp % found.ep == 0)
     assert set(np.unique(space.everything(Task(ARCH, 1024, 64, 16, 8)).ep)) == {1}

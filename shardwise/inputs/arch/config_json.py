@@ -142,7 +142,30 @@ def _mistral(config: Config) -> Keys:
 def _mixtral(config: Config) -> Keys:
     width = whole(config, "intermediate_size")
     count, each = whole(config, "num_local_experts"), whole(config, "num_experts_per_tok")
-    return {**_mistral(config), "experts": {"count": count, "per_token": each, "ffn_size": width}}
+    experts = {"count": count, "per_token": each, "ffn_size": width, **_balance(config)}
+    jitter = ["jittered inputs of routers"] if config.get("router_jitter_noise") else []
+    return {**_mistral(config), "experts": experts, "specials": [*_specials(config), *_balanced(config), *jitter]}
+
+
+def _balance(config: Config) -> Keys:
+    """The coefficient of a balancing loss that the file gives; 0 where it gives none, whatever transformers' own is."""
+    return {"balance_coefficient": float(_number(config, "router_aux_loss_coef", 0.0))}
+
+
+def _balanced(config: Config) -> list[str]:
+    """transformers adds the balancing loss where the file says output_router_logits, and by its default nowhere."""
+    asked = bool(config.get("output_router_logits")) and config.get("router_aux_loss_coef", 1) != 0
+    return ["a balancing loss of its routers (output_router_logits)"] if asked else []
+
+
+def _number(config: Config, key: str, otherwise: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return otherwise
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        why = "it is not a number of zero or more"
+        raise RecipeError(f"config.json is not valid: {key} = {value!r}.", why=why, fix=f"correct {key}")
+    return value
 
 
 def _qwen2(config: Config) -> Keys:
@@ -179,17 +202,24 @@ def _qwen_experts(config: Config) -> Keys:
             why="an Arch counts dense layers at the start alone",
             fix="decoder_sparse_step = 1 and mlp_only_layers = [] or [0, 1, ...]",
         )
-    names = {"count": "num_experts", "per_token": "num_experts_per_tok", "ffn_size": "moe_intermediate_size"}
-    return {**{key: whole(config, name) for key, name in names.items()}, "dense_layers": len(only)}
+    # transformers 5 writes the number of experts under the name that all families share there.
+    count = "num_local_experts" if "num_experts" not in config and "num_local_experts" in config else "num_experts"
+    names = {"count": count, "per_token": "num_experts_per_tok", "ffn_size": "moe_intermediate_size"}
+    sizes = {key: whole(config, name) for key, name in names.items()}
+    # transformers' default for both families: the weights are what softmax gave.
+    told = {"renormalised": config.get("norm_topk_prob", False), **_balance(config)}
+    return {**sizes, **told, "dense_layers": len(only)}
 
 
 def _qwen3_moe(config: Config) -> Keys:
-    return {**_qwen3(config), "experts": _qwen_experts(config)}
+    specials = [*_specials(config), *_balanced(config)]
+    return {**_qwen3(config), "experts": _qwen_experts(config), "specials": specials}
 
 
 def _qwen2_moe(config: Config) -> Keys:
     shared = {"shared_ffn_size": whole(config, "shared_expert_intermediate_size"), "shared_gate": True}
-    return {**_qwen2(config), "experts": {**_qwen_experts(config), **shared}}
+    specials = [*_specials(config), *_balanced(config)]
+    return {**_qwen2(config), "experts": {**_qwen_experts(config), **shared}, "specials": specials}
 
 
 _BIASED: Keys = {
@@ -277,7 +307,10 @@ def _deepseek(config: Config) -> Keys:
     head = whole(config, "qk_nope_head_dim") + whole(config, "qk_rope_head_dim")
     keys = {**_common(config, kv_heads=False), "head_dim": head, "latent": latent}
     keys["prediction_layers"] = whole(config, "num_nextn_predict_layers", 0)
-    return keys if config.get("n_routed_experts") is None else {**keys, "experts": _deepseek_experts(config)}
+    if config.get("n_routed_experts") is None:
+        return keys
+    grouped = ["experts chosen by groups"] if whole(config, "n_group", 1) > 1 else []
+    return {**keys, "experts": _deepseek_experts(config), "specials": [*_specials(config), *grouped]}
 
 
 def _deepseek_experts(config: Config) -> Keys:
@@ -288,7 +321,12 @@ def _deepseek_experts(config: Config) -> Keys:
             fix="moe_layer_freq = 1",
         )
     width = whole(config, "moe_intermediate_size")
+    third = config["model_type"] == "deepseek_v3"  # its scores have no key of their own in transformers
     return {
+        "scoring": config.get("scoring_func", "sigmoid" if third else "softmax"),
+        "renormalised": config.get("norm_topk_prob", third),
+        "scale": _number(config, "routed_scaling_factor", 2.5 if third else 1.0),
+        "balance_coefficient": float(_number(config, "aux_loss_alpha", 0.0)),
         "count": whole(config, "n_routed_experts"),
         "per_token": whole(config, "num_experts_per_tok"),
         "ffn_size": width,

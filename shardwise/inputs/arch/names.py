@@ -5,13 +5,13 @@ import fnmatch
 from collections.abc import Iterator, Sequence
 
 from shardwise.errors import RecipeError
-from shardwise.inputs.arch.shape import Arch
+from shardwise.inputs.arch.shape import Arch, Experts
 
 
 def named_sizes(arch: Arch) -> dict[str, int]:
     """How many numbers stand under each name; together they are `arch.parameters()`.
 
-    What our decoder has not (experts, latents, biases, other norms) stands under the name of its part of a block.
+    What our decoder has not (latents, biases, other norms) stands under the name of its part of a block.
     """
     sizes = {"embed_tokens.weight": arch.embedding_parameters()}
     for layer in range(arch.num_layers):
@@ -33,18 +33,31 @@ def _block(arch: Arch, sparse: bool) -> Iterator[tuple[str, int]]:
     else:
         yield "attention", arch.attention_parameters()
     if sparse and arch.experts is not None:
-        yield "ffn.experts", arch.experts.count * arch.expert_parameters()
-        yield "ffn.router", arch.router_parameters()
-        yield "ffn.shared_experts", arch.shared_expert_parameters()
+        yield from _experts(arch, arch.experts)
     elif arch.mlp_bias:
         yield "ffn", arch.ffn_parameters()
     else:
-        parts = ("gate", "up", "down") if arch.gated_ffn else ("up", "down")
-        yield from ((f"ffn.{name}_proj.weight", hidden * arch.ffn_size) for name in parts)
-    if arch.norm_parameters() == 2 * hidden:
+        yield from _projections(arch, "ffn", hidden * arch.ffn_size)
+    if arch.norm == "rms" and arch.norms_per_block == 2 and arch.latent is None and arch.qk_norm_over == "head":
         yield from (("attention_norm.weight", hidden), ("ffn_norm.weight", hidden))
+        if arch.qk_norm:
+            yield from (("attention.q_norm.weight", arch.head_dim), ("attention.k_norm.weight", arch.head_dim))
     else:
         yield "norms", arch.norm_parameters()
+
+
+def _experts(arch: Arch, experts: Experts) -> Iterator[tuple[str, int]]:
+    yield "ffn.router.weight", arch.router_parameters()
+    yield from _projections(arch, "ffn.experts", experts.count * arch.hidden_size * experts.ffn_size)
+    if experts.shared_ffn_size:
+        yield from _projections(arch, "ffn.shared", arch.hidden_size * experts.shared_ffn_size)
+        if experts.shared_gate:
+            yield "ffn.shared_gate.weight", arch.hidden_size
+
+
+def _projections(arch: Arch, path: str, size: int) -> Iterator[tuple[str, int]]:
+    parts = ("gate", "up", "down") if arch.gated_ffn else ("up", "down")
+    yield from ((f"{path}.{name}_proj.weight", size) for name in parts)
 
 
 def trained_share(arch: Arch, frozen: Sequence[str]) -> float:

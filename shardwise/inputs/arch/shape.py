@@ -16,6 +16,9 @@ class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ffn_size: the inner width of one expert; shared_ffn_size: of the experts that every token goes through, together.
     dense_layers: so many first blocks have the Arch's own feed-forward instead. shared_gate: a gate on the shared ones.
+    scoring: softmax over all experts; or a sigmoid of each, chosen by the score and a bias that only chooses.
+    renormalised: weights of the chosen sum to one; then they are multiplied by `scale`. balance_coefficient: of the
+    balancing loss that the model's config names, which our decoder leaves out, and says so.
     """
 
     count: Positive
@@ -24,6 +27,10 @@ class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_ffn_size: NonNegative = 0
     dense_layers: NonNegative = 0
     shared_gate: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalised: bool = True
+    scale: float = 1.0
+    balance_coefficient: float = 0.0
 
 
 class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -236,18 +243,28 @@ class Arch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def engine_problem(self) -> str:
         """Why Shardwise's own decoder cannot build this yet; empty where it can."""
         found = {
-            "experts": self.experts is not None,
             "latent attention": self.latent is not None,
             "biases": self.attention_bias or self.output_bias or self.mlp_bias,
             "LayerNorm": self.norm != "rms",
             f"{self.position} positions": self.position != "rope",
-            "normalised queries and keys": self.qk_norm,
+            "queries and keys normalised over the whole width": self.qk_norm and self.qk_norm_over == "width",
             f"{self.norms_per_block} norms a block": self.norms_per_block != 2,
             "a sliding window": self.sliding_window > 0 and self.full_attention_layers < self.num_layers,
             "prediction layers": self.prediction_layers > 0,
         }
         missing = [*(name for name, present in found.items() if present), *self.specials]
         return f"it has {', '.join(missing)}, which our decoder does not have yet" if missing else ""
+
+    def left_out(self) -> tuple[str, ...]:
+        """What its config asks of training and our decoder does not do, in words: a plan's reasons tell it."""
+        if self.experts is None:
+            return ()
+        asked = self.experts.balance_coefficient
+        named = f", so the coefficient of {asked:g} in the model's config is left out" if asked else ""
+        return (
+            "experts: none drops a token, and there is no balancing loss: it would mix the samples of a micro-batch"
+            f"{named}",
+        )
 
 
 def shape_problem(arch: Arch) -> str:
