@@ -97,14 +97,22 @@ def mixes_samples(module: nn.Module) -> list[Mixer]:
     """Submodules that are known to mix the samples of a micro-batch; empty where none is seen.
 
     Batch normalisation by type (synchronised ones are fine), routers by the names in ROUTER_CLASS and
-    ROUTER_ATTRIBUTES, the outermost each. What no type shows (a contrastive loss) `two_split_probe` finds.
+    ROUTER_ATTRIBUTES, the outermost each. What no type shows (a contrastive loss) `two_split_probe` finds. A model of
+    transformers that is told to give no router's logits has no balancing loss, and those without capacity drop no
+    token: tests/distributed/test_hf.py holds two of them against one process.
     """
     found: list[Mixer] = []
+    config = getattr(module, "config", None)
+    apart = getattr(config, "output_router_logits", None) is False and not hasattr(config, "expert_capacity")
     for path, child in module.named_modules():
         name = canonical(path) if path else "the model"
         if isinstance(child, BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
             found.append(_batch_norm(name, child))
-        elif _is_router(child) and not any(_within(path, router.name) for router in found if router.kind == "router"):
+        elif (
+            not apart
+            and _is_router(child)
+            and not any(_within(path, router.name) for router in found if router.kind == "router")
+        ):
             found.append(_router(name, child))
     return found
 

@@ -98,9 +98,7 @@ def model_runs(plan: Plan, world: int) -> Violation | None:
 
 def engine_problem(arch: Arch, hf: str | None) -> str:
     """Why this engine does not train a shape: as our own decoder, or as transformers' module; empty where it does."""
-    if hf is None:
-        return arch.engine_problem()
-    return "files hold experts one by one and modules hold them together, which is not built" if arch.experts else ""
+    return arch.engine_problem() if hf is None else ""
 
 
 def _another_model(plan: Plan) -> str:

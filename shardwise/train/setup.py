@@ -26,7 +26,7 @@ from shardwise.models.hf import build as hf
 from shardwise.models.hf import documents
 from shardwise.optimizer import build as optimizers
 from shardwise.optimizer.schedules import Schedule
-from shardwise.plan import automatic, rule_of_thumb
+from shardwise.plan import automatic, planned_only, rule_of_thumb
 from shardwise.plan.plan import Decision, Plan
 from shardwise.resilience.budget import Budget, budget_of
 from shardwise.train.loss import Loss
@@ -205,6 +205,18 @@ def recipe_data(recipe: Recipe) -> tuple[Any, Any]:
     group = rule_of_thumb.global_batch(recipe)
     ranks.on_main(lambda: mixture.recipe_data(recipe.data, hf=recipe.model.hf, group=group) and None)
     return mixture.recipe_data(recipe.data, hf=recipe.model.hf, group=group)
+
+
+def require_proved(model: Any, module: nn.Module, decision: Decision) -> None:
+    """Raises: PlanInfeasible for a Hugging Face model with experts that a tensor group or a pipeline would cut."""
+    axes = [axis for axis in planned_only.NOT_WITH_EXPERTS if getattr(decision.mesh, axis) > 1]
+    experts = next((name for name, p in module.named_parameters() if p.ndim == 3 and ".experts." in name), "")
+    if isinstance(model, str) and axes and experts:
+        raise PlanInfeasible(
+            f"{axes[0]} = {getattr(decision.mesh, axes[0])} with experts ({experts}) is not run yet.",
+            why=planned_only.NOT_WITH_EXPERTS[axes[0]],
+            fix='plan={"zero": 3} shards them over all ranks',
+        )
 
 
 def require_documents_apart(model: Any, data: Any) -> None:

@@ -173,6 +173,7 @@ class Trainer:
         module, initialize = (built.module, None) if built is not None else setup.build_model(model, recipe)
         setup.require_vocabulary(module, self.data)
         self.plan = setup.obeying(plan, recipe) if plan is not None else setup.make_plan(recipe, module)
+        setup.require_proved(model, module, self.plan.decision)
         self.inputs = call_inputs(module, setup.inputs_of(model, self.inputs))
         self.not_probed, self.not_tried = "", built.not_tried if built is not None else ""
         if built is None and initialize is None:

@@ -28,7 +28,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "phi3": {"num_key_value_heads": 4},
     "olmo2": {},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
 }
+SPARSE = ("mixtral", "qwen3_moe")
 
 
 def write(family: str, folder: Path, **more: Any) -> Path:
@@ -45,13 +54,11 @@ def write(family: str, folder: Path, **more: Any) -> Path:
     return folder
 
 
-def by_hand(folder: Path, steps: int) -> dict[str, Any]:
-    """transformers' own loading and forward in one process, the whole batch at once, in fp64."""
+def by_hand(folder: Path, steps: int, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """transformers' own loading and forward in one process, the whole batch at once."""
     from transformers import AutoModelForCausalLM
 
-    module = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_kernels=False).to(torch.float64).train()
-    )
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_kernels=False).to(dtype).train()
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     data, losses, norms = UnevenTokens(SAMPLES), [], []
     start = {name: p.detach().clone().numpy() for name, p in module.named_parameters()}
@@ -107,12 +114,12 @@ def train_packed(folder: str, chat: str, run: str, plan: dict[str, Any], steps: 
     return [(step.loss, step.grad_norm) for step in trainer.run(steps=steps)]
 
 
-def train(folder: str, run: str, plan: dict[str, Any], steps: int) -> dict[str, Any]:
+def train(folder: str, run: str, plan: dict[str, Any], steps: int, precision: str = "fp64") -> dict[str, Any]:
     """A Trainer on the folder: its losses and norms, and the weights that it began with, as this rank's whole ones."""
     trainer = sw.Trainer(
         model=folder, loss=next_token_loss, data=sw.Batches(UnevenTokens(SAMPLES), workers=0, shuffle=False),
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=LR), global_batch=GLOBAL_BATCH, micro_batch=2,
-        precision="fp64", clip_norm=CLIP, plan=plan, run=run, sequence_parallel=False,
+        precision=precision, clip_norm=CLIP, plan=plan, run=run, sequence_parallel=False,
     )  # fmt: skip
     start = {name: whole(p).tolist() for name, p in trainer.model.named_parameters()}
     steps_ = [(step.loss, step.grad_norm) for step in trainer.run(steps=steps)]

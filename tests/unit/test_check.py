@@ -277,8 +277,9 @@ def test_a_model_that_is_not_built_yet_is_found() -> None:
     biased = msgspec.structs.replace(SMALL, attention_bias=True)
     assert check(plan(asked, biased, CPU, world=1), 1) == (), "transformers builds what our decoder does not"
     sparse = msgspec.structs.replace(SMALL, experts=Experts(count=8, per_token=2, ffn_size=64))
-    (found,) = check(plan(asked, sparse, CPU, world=1), 1)
-    assert found.rule == "model_runs" and "experts" in found.why and "model.hf" in found.fix
+    assert check(plan(asked, sparse, CPU, world=1), 1) == ()
+    split = recipe(["train.plan.tp=5"], {**KEYS, "model": {"hf": "some/model"}})
+    assert [one.rule for one in check(plan(split, sparse, CPU, world=5), 5)] == ["experts_run"]
 
 
 def test_a_model_of_hugging_face_is_not_taken_for_our_decoder() -> None:

@@ -84,9 +84,24 @@ def test_an_index_that_leads_elsewhere_is_not_followed(copied: Path) -> None:
     assert "names a file elsewhere" in raised(copied).what
 
 
-def test_experts_and_unknown_kinds_are_refused_with_the_reason(tmp_path: Path) -> None:
-    more = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2}
-    assert "experts" in raised(hf_work.write("mixtral", tmp_path / "mixtral", **more)).why
+def test_an_expert_that_is_missing_and_a_balancing_loss_are_told(tmp_path: Path) -> None:
+    folder = hf_work.write("mixtral", tmp_path / "mixtral")
+    index = folder / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    gone = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    file = folder / told["weight_map"].pop(gone)
+    held = load_file(file)
+    held.pop(gone)
+    save_file(held, file, {"format": "pt"})
+    index.write_text(json.dumps(told))
+    assert "Expert 2 of model.layers.1.mlp.experts.gate_up_proj is in no file" in raised(folder).what
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "output_router_logits": True}))
+    told_of = raised(folder)
+    assert "balancing loss" in told_of.what and "output_router_logits = false" in told_of.fix
+
+
+def test_unknown_kinds_are_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "config.json").write_text('{"model_type": "my_own", "auto_map": {"AutoConfig": "code.Config"}}')
     (tmp_path / "own" / "code.py").write_text("raise SystemExit('code of the folder was run')")

@@ -16,13 +16,14 @@ from shardwise.inputs.recipe import TrainableSpec
 from shardwise.models import inspect
 from shardwise.models.hf import folder as folders
 from shardwise.models.hf import lora, weights
-from shardwise.models.hf.folder import Stored
+from shardwise.models.hf.folder import Stored, Together
 from shardwise.names import canonical
 from shardwise.torch_private import READS_A_NUMBER, OperatorMode
 
 # What forward gets of a batch; labels stay with the loss. A batch of token data has its ids as `tokens`.
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds")
 _NAMES_SHOWN = 5
+Held = Stored | Together
 # As files spell what weights may be; they are read into the precision that the plan trains in.
 FLOATS = ("F32", "BF16", "F16", "F64")
 
@@ -119,20 +120,41 @@ def on_meta(folder: Path) -> nn.Module:
             why=str(error).strip().splitlines()[0],
             fix="a model whose config transformers knows; code that comes with a model is never run",
         ) from error
-    _require_plain_names(module, folder)
+    _require_known(module, folder)
     return module.train()
 
 
-def _require_plain_names(module: nn.Module, folder: Path) -> None:
-    """Raises: ModelError for a family whose files hold its weights otherwise than its modules do."""
-    from transformers.core_model_loading import WeightConverter
-
-    if any(isinstance(one, WeightConverter) for one in _conversions(module)):
+def _require_known(module: nn.Module, folder: Path) -> None:
+    """Raises: ModelError for a family whose files hold its weights in a way that is not known here, or that is asked
+    for a loss which mixes samples."""
+    unknown = [one for one in _converters(module) if _operations(one) not in _KNOWN]
+    if unknown:
         raise ModelError(
             f"{type(module).__name__} ({folder}) cannot be loaded yet.",
-            why="its files hold experts one by one and its modules hold them together, which is not built",
-            fix="a dense model, or model=lambda: AutoModelForCausalLM.from_pretrained(...) where a host can hold it",
+            why=f"its files hold {unknown[0].target_patterns[0]} otherwise than its modules do: "
+            f"{' and '.join(name for name, _ in _operations(unknown[0]))}",
+            fix="another model, or model=lambda: AutoModelForCausalLM.from_pretrained(...) where a host can hold it",
         )
+    if getattr(module.config, "output_router_logits", False):
+        raise ModelError(
+            f"{folder} asks for a balancing loss of its router (output_router_logits).",
+            why="it mixes the samples of a micro-batch: another split of the batch would be another loss",
+            fix="output_router_logits = false in its config.json: trained without it, no token is dropped",
+        )
+
+
+# Of experts one by one: all of a name as one tensor, and two of them one below the other.
+_KNOWN = ((("MergeModulelist", 0),), (("MergeModulelist", 0), ("Concatenate", 1)))
+
+
+def _operations(converter: Any) -> tuple[tuple[str, int | None], ...]:
+    return tuple((type(one).__name__, getattr(one, "dim", None)) for one in converter.operations)
+
+
+def _converters(module: nn.Module) -> list[Any]:
+    from transformers.core_model_loading import WeightConverter
+
+    return [one for one in _conversions(module) if isinstance(one, WeightConverter)]
 
 
 def _conversions(module: nn.Module) -> Sequence[Any]:
@@ -142,28 +164,49 @@ def _conversions(module: nn.Module) -> Sequence[Any]:
     return tuple(get_model_conversion_mapping(module) or ())
 
 
-def _module_names(module: nn.Module, files: Mapping[str, Stored], wanted: Container[str]) -> dict[str, str]:
-    """The module's name for each in the files: families were renamed, and some files leave the model's prefix out."""
-    from transformers.core_model_loading import rename_source_key
+def _by_module_names(module: nn.Module, files: Mapping[str, Stored], wanted: Container[str]) -> dict[str, Held]:
+    """The files' tensors by the module's names: families were renamed, some files leave the model's prefix out, and
+    hold experts one by one. Raises: ModelError for experts of which some are missing."""
+    from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    renamings, prefix = list(_conversions(module)), f"{getattr(module, 'base_model_prefix', '')}."
-    found = {}
+    converters, prefix = _converters(module), f"{getattr(module, 'base_model_prefix', '')}."
+    renamings = [one for one in _conversions(module) if not isinstance(one, WeightConverter)]
+    part_of = {pattern: at for one in converters for at, pattern in enumerate(one.source_patterns)}
+    found: dict[str, Held] = {}
+    apart: dict[str, dict[tuple[int, int], Stored]] = {}
     for name in sorted(files):
-        renamed, _ = rename_source_key(name, renamings, [])
-        found[name] = prefix + renamed if renamed not in wanted and prefix + renamed in wanted else renamed
-    return found
+        renamed, pattern = rename_source_key(name, renamings, converters)
+        renamed = prefix + renamed if renamed not in wanted and prefix + renamed in wanted else renamed
+        if pattern is None:
+            found[renamed] = files[name]
+        else:
+            number = int(re.findall(r"\.(\d+)\.", name)[-1])
+            apart.setdefault(renamed, {})[part_of[pattern], number] = files[name]
+    return found | {name: _together(name, several) for name, several in apart.items()}
+
+
+def _together(name: str, several: Mapping[tuple[int, int], Stored]) -> Together:
+    parts, experts = (1 + max(index) for index in zip(*several, strict=True))
+    missing = [(part, expert) for part in range(parts) for expert in range(experts) if (part, expert) not in several]
+    if missing:
+        there = next(iter(several.values()))
+        raise ModelError(
+            f"Expert {missing[0][1]} of {name} is in no file of {there.file.parent}.",
+            why=f"{len(several)} of {parts * experts} tensors of its experts are there",
+            fix="give the files that belong to this config.json",
+        )
+    return Together(tuple(tuple(several[part, expert] for expert in range(experts)) for part in range(parts)))
 
 
 def _spelled(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _matched(module: nn.Module, files: Mapping[str, Stored], folder: Path) -> dict[str, Stored]:
+def _matched(module: nn.Module, files: Mapping[str, Stored], folder: Path) -> dict[str, Held]:
     """The file's tensor of each name of the module's that it holds. Raises: ModelError for a two-way difference."""
     wanted = {canonical(n): p for n, p in module.named_parameters(remove_duplicate=False)}
     wanted |= {n: b for n, b in module.named_buffers() if n in module.state_dict()}
-    names = _module_names(module, files, wanted)
-    named = {names[name]: one for name, one in files.items()}
+    named = _by_module_names(module, files, wanted)
     ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     more = [n for n in named if n not in wanted and not any(re.search(pattern, n) for pattern in ignored)]
     tied = {name: group for group in inspect.ties(module) for name in group}

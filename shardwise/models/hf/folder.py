@@ -21,6 +21,29 @@ class Stored(NamedTuple):
     dtype: str
 
 
+class Together(NamedTuple):
+    """What lies in files expert by expert, and in the module as one tensor: `parts` one below another, each of them the
+    experts in order.
+
+    Shapes: of each stored one [rows, columns] -> [experts, rows of all parts, columns].
+    """
+
+    parts: tuple[tuple[Stored, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows = sum(part[0].shape[0] for part in self.parts)
+        return (len(self.parts[0]), rows, *self.parts[0][0].shape[1:])
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0][0].dtype
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0][0].file
+
+
 def stored(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder's safetensors files, by name. Raises: ModelError for none, or a file that is missing."""
     found: dict[str, Stored] = {}

@@ -1,6 +1,6 @@
 """From safetensors files onto ranks: each reads the slices that it holds, so no host ever holds the whole."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
 from shardwise.models.counter_rng import held_region_of
-from shardwise.models.hf.folder import Stored
+from shardwise.models.hf.folder import Stored, Together
 from shardwise.models.hf.lora import base_name, is_adapter
 from shardwise.names import canonical
 
 
 @torch.no_grad()
-def fill(module: nn.Module, found: Mapping[str, Stored]) -> None:
+def fill(module: nn.Module, found: Mapping[str, Stored | Together]) -> None:
     """Buffers as the model's own code makes them, then every parameter and stored buffer from its file's slice.
 
     `module`: whole or a rank's part, with storage; DTensors get their shard. Raises: ModelError.
@@ -30,9 +30,16 @@ def fill(module: nn.Module, found: Mapping[str, Stored]) -> None:
             if is_adapter(name):
                 continue
             one = found[base_name(canonical(name))]
-            if one.file not in opened:
-                opened[one.file] = files.enter_context(safe_open(one.file, framework="pt"))
-            _copy(name, tensor, opened[one.file].get_slice(one.name))
+
+            def at(stored: Stored) -> Any:
+                if stored.file not in opened:
+                    opened[stored.file] = files.enter_context(safe_open(stored.file, framework="pt"))
+                return opened[stored.file].get_slice(stored.name)
+
+            if isinstance(one, Together):
+                _copy_together(name, tensor, one, at)
+            else:
+                _copy(name, tensor, at(one))
 
 
 def _stored(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -48,6 +55,25 @@ def _copy(name: str, tensor: torch.Tensor, stored: Any) -> None:
     spans = tuple(slice(begin, begin + size) for begin, size in zip(held.offsets, held.shape, strict=True))
     part = stored[spans] if spans else stored[...]
     local.copy_(part.view(local.shape))
+
+
+def _copy_together(name: str, tensor: torch.Tensor, one: Together, at: Callable[[Stored], Any]) -> None:
+    """Of each expert that this rank holds a part of, the rows that it holds, part by part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.numel() == 0:
+        return
+    held = held_region_of(name, tensor)
+    (first, top, left), (experts, rows, columns) = held.offsets, held.shape
+    local = local.view(held.shape)
+    for expert in range(experts):
+        begin = 0
+        for part in one.parts:
+            stored = part[first + expert]
+            low, high = max(top, begin), min(top + rows, begin + stored.shape[0])
+            if low < high:
+                values = at(stored)[low - begin : high - begin, left : left + columns]
+                local[expert, low - top : high - top].copy_(values)
+            begin += stored.shape[0]
 
 
 def _computed_buffers(module: nn.Module) -> None:
