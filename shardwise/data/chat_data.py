@@ -11,6 +11,7 @@ from shardwise.data import conversations
 from shardwise.data.conversations import Documents, Packs, TooLong
 from shardwise.data.loader import Ordered
 from shardwise.data.order import Ints, Last, sample_order
+from shardwise.data.rows import Texts
 from shardwise.data.token_file import Progress, TokenFile, prepare_as
 from shardwise.data.tokenize import Coding
 from shardwise.data.tokens import IGNORED
@@ -23,7 +24,8 @@ MULTIPLE = 8
 class ChatData(Ordered):
     """JSON lines with a conversation each; the assistant's turns are learned, all other labels are -100.
 
-    chat: globs, folders, files; tokenizer: the folder of one that has a chat template, or `chat_template`, a file.
+    chat: globs, folders, files, or rows, as a list or a `datasets` object has them.
+    tokenizer: the folder of one that has a chat template, or `chat_template`, a file.
     messages_key: where a row has its messages, each with role and content.
     packing: a sample is a row of sequence_length with as many conversations as fit, `position_ids` counting from 0 in
         each: a model of Hugging Face makes its masks by them. Else a sample is one conversation, batches of similar
@@ -37,7 +39,7 @@ class ChatData(Ordered):
 
     def __init__(
         self,
-        chat: str | Sequence[str],
+        chat: Texts,
         *,
         tokenizer: str,
         sequence_length: int = 256,

@@ -22,6 +22,7 @@ import xxhash
 
 from shardwise.data.coder import Tokenizer
 from shardwise.data.files import TextFile, find
+from shardwise.data.rows import Texts, paths
 from shardwise.data.tokenize import UNIT_BYTES, Coding, Work, encode_all, named, units
 from shardwise.environment import cache_folder, usable_cpus
 from shardwise.errors import DataError
@@ -53,7 +54,7 @@ class TokenFile(msgspec.Struct, frozen=True):
 
 
 def prepare(
-    text: str | Sequence[str],
+    text: Texts,
     *,
     tokenizer: str = "bytes",
     text_key: str = "text",
@@ -73,7 +74,7 @@ def prepare(
 
 def prepare_as(
     coding: Coding,
-    text: str | Sequence[str],
+    text: Texts,
     text_key: str,
     progress: Progress | None = None,
     processes: int = 0,
@@ -81,7 +82,7 @@ def prepare_as(
 ) -> TokenFile:
     """The same of any coding. Raises: DataError."""
     coder = named(coding, text_key)
-    files = find(text)
+    files = find(paths(text, (cache or cache_folder()) / "rows"))
     if coding.chat:
         _require_json_lines(files)
     root = (cache or cache_folder()) / "tokens"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shardwise.data.loader import Ordered
 from shardwise.data.order import Ints, Last
+from shardwise.data.rows import Texts
 from shardwise.data.token_file import Progress, TokenFile, prepare, split_samples
 from shardwise.errors import DataError
 
@@ -19,8 +20,8 @@ IGNORED = -100  # the label that counts for nothing
 class TokenData(Ordered):
     """Sample i is `{"tokens": tokens[i*L : i*L+L], "labels": the same, one later}`, both int64 of length L.
 
-    text: globs, folders, files, .jsonl, "stdlib:**/*.py"; tokenizer, text_key: see `token_file.prepare`,
-        which makes the token file or finds it.
+    text: globs, folders, files, .jsonl, "stdlib:**/*.py"; or rows, as a list or a `datasets` object has them.
+    tokenizer, text_key: see `token_file.prepare`, which makes the token file or finds it.
     valid_fraction: this part of the tokens, the tail of an order of documents by hash, is held out: `.valid`.
     last: "wrap" (a batch may run on into the next epoch), "short", "drop", or "pad" (repeats with labels
         -100).
@@ -35,7 +36,7 @@ class TokenData(Ordered):
 
     def __init__(
         self,
-        text: str | Sequence[str],
+        text: Texts,
         *,
         tokenizer: str = "bytes",
         sequence_length: int = 256,

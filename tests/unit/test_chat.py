@@ -13,7 +13,7 @@ from shardwise.data.chat import SEPARATOR, Rows
 from shardwise.data.chat import tokenizer as chat_tokenizer
 from shardwise.data.chat_data import ChatData
 from shardwise.data.coder import BadRow
-from shardwise.data.token_file import TokenFile, prepare_as
+from shardwise.data.token_file import TokenFile, prepare, prepare_as
 from shardwise.data.tokenize import Coding
 from shardwise.data.tokens import IGNORED
 from shardwise.errors import DataError, RecipeError
@@ -50,6 +50,31 @@ def test_the_assistants_turns_are_learned_by_marks_and_by_prefixes_alike(folder:
         np.testing.assert_array_equal(by_marks(row), tokens)
         said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert in_words(by_prefixes, tokens) == [f"{one}<|end|>" for one in said]
+
+
+class Table:
+    """As a `datasets` object is read: by number, rows as mappings."""
+
+    def __init__(self, rows: list[dict[str, object]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: int) -> dict[str, object]:
+        return self.rows[at]
+
+
+def test_rows_in_memory_are_those_of_a_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    rows = [{"text": f"line {at}"} for at in range(9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = [prepare(source, tokenizer=str(folder)) for source in (str(tmp_path / "a.jsonl"), rows, Table(rows))]
+    assert made[1] == made[2] and made[0].header.tokens == made[1].header.tokens
+    assert len(list((tmp_path / "cache" / "rows").iterdir())) == 1
+    with pytest.raises(DataError, match="Row 1 is no row of JSON") as caught:
+        prepare([rows[0], {"image": object()}], tokenizer=str(folder))
+    assert "leave other columns out" in caught.value.fix
 
 
 BAD = [

@@ -39,6 +39,21 @@ def test_the_loss_of_a_packed_row_is_the_sum_over_its_documents_alone(family: st
     assert abs(leaking / alone - 1) > 1e-3, "without positions it is another number, or this proves nothing"
 
 
+def test_padding_behind_a_document_changes_nothing(root: Path) -> None:
+    """Rows of a batch that is not packed: no mask is given, as no token looks ahead."""
+    folder = hf_work.write("gpt_neox", root / "padded")
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, use_kernels=False).eval()
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, hf_work.VOCABULARY, (n + 1,), generator=generator) for n in (3, 8, 5)]
+    tokens, labels = torch.zeros(3, 8, dtype=torch.int64), torch.full((3, 8), -100)
+    for at, text in enumerate(texts):
+        tokens[at, : len(text) - 1], labels[at, : len(text) - 1] = head(text), tail(text)
+    alone = sum(summed(module, head(text)[None], tail(text)[None]) for text in texts)
+    assert abs(summed(module, tokens, labels) / alone - 1) < 1e-10
+
+
 def head(tokens: torch.Tensor) -> torch.Tensor:
     return tokens[:-1]
 
