@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardwise.cost import activations, in_flight, standing
 from shardwise.cost.calibration import memory_constants
-from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Counts
+from shardwise.cost.candidates import OFFLOAD, RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Counts, Flags
 from shardwise.cost.parameters import Numbers
 from shardwise.cost.standing import Floats, Rank, once
 from shardwise.inputs.arch import Experts
@@ -34,9 +34,9 @@ def moments(rank: Rank) -> Iterator[Held]:
         last = np.where(rank.candidates.pp == 1, np.minimum(last, np.maximum(rank.sparse - 1, 0)), last)
     for done in (np.zeros_like(last), np.minimum(last, 1), last):
         yield from _block_backward(rank, done)
-    if standing.casts(rank).any():
+    if rank.stack.ours and rank.workload.arch.moe_layers:
+        # Of dense blocks, whose weights are small beside all else, neither is the fullest.
         yield _casting(rank, last)
-    if (rank.candidates.zero >= 1).any():
         yield _first_reduced(rank)
     if np.isin(rank.candidates.schedule, SPLIT_BACKWARD).any():
         yield from _between_halves(rank)
@@ -211,7 +211,10 @@ def _first_reduced(rank: Rank) -> Held:
     c, stack, first = rank.candidates, rank.stack, np.zeros(len(rank.candidates))
     reduces = ((c.zero >= 2) | ((c.zero == 1) & (c.accumulation == 1))) & (c.pp == 1) & standing.gathers(rank)
     gradients, moving, raw = _gradients(rank, first, rank.block)
-    weights, shares = standing.gathered(rank, 0.0, first + 1), stack.gradients * rank.whole.share(rank.shards)
+    weights, shares = (
+        standing.gathered(rank, 0.0) - standing.let_go(rank, first + 1),
+        stack.gradients * rank.whole.share(rank.shards),
+    )
     sooner = (c.zero == 2) & (c.accumulation == 2) & (stack.gathered * rank.block.whole > shares)
     return _held(
         rank, gradients=np.where(reduces, gradients - np.where(sooner, shares * rank.trained, 0.0), 0.0),
@@ -280,8 +283,8 @@ def _at_experts_down(rank: Rank, experts: Experts) -> tuple[Floats, Floats]:
 
 
 def _in_masters_dtype(rank: Rank) -> bool:
-    """Whether gradients are made in the dtype in which they are kept."""
-    return activations.compute_bytes(rank.workload) == rank.stack.gradients
+    """Whether gradients are made in the dtype in which they are kept; others' kernels may add them where they lie."""
+    return rank.stack.ours and activations.compute_bytes(rank.workload) == rank.stack.gradients
 
 
 @once
@@ -308,7 +311,10 @@ def _backward(
     just made. `copies`: bytes of them more."""
     gradients, moving, raw = _gradients(rank, done, current, one)
     gathered = (
-        standing.gathered(rank, 1.0, done) + standing.copied(rank, done, 1.0, standing.losses_waiting(rank)) + copies
+        standing.gathered(rank, 1.0)
+        - standing.let_go(rank, done)
+        + standing.copied(rank, done, 1.0, standing.losses_waiting(rank))
+        + copies
     )
     return _held(
         rank, gradients=gradients, gathered=gathered, activations=kept,
@@ -342,7 +348,7 @@ def _gradients(rank: Rank, done: Floats, current: Numbers, one: Floats | float =
     now = reduces & ((c.zero >= 2) | (rank.flying <= 1))
     reduced = np.where((done > 0) & now, stack.reduced * rank.trained * rank.block.whole, 0.0)
     # In the last backward a block's gradients, once added up, give place to this rank's share.
-    given = np.where(standing.last_backward(rank), done_numbers.whole - done_numbers.share(rank.shards), 0.0)
+    given = standing.last_backward(rank) * (done_numbers.whole - done_numbers.share(rank.shards))
     first_sharded = np.where(
         (c.zero == 1) & reduces & standing.accumulating(rank),
         # What is computed in the masters' dtype is added up where it is made.
@@ -366,10 +372,19 @@ def _next_block(rank: Rank, done: Floats) -> Floats:
 def _summed_over_copies(rank: Rank, done: Numbers, whole_from: Counts | int) -> Floats:
     """With copies of sharded groups, what is summed over them stays until its block is reduced anew, or a step ends; of
     the first micro-batch it is the gradient itself. whole_from: how many micro-batches let all of it stand."""
-    c = rank.candidates
-    stays = (c.dp_replicate > 1) & (c.zero >= 2) & standing.accumulating(rank) & rank.stack.ours
+    c, stays = rank.candidates, _sums_over_copies(rank)
+    if stays is None:
+        return np.zeros(len(c))
     numbers = np.where(c.accumulation >= whole_from, rank.whole.share(rank.shards), done.share(rank.shards))
     return np.where(stays, rank.stack.reduced * rank.trained * numbers, 0.0)
+
+
+@once
+def _sums_over_copies(rank: Rank) -> Flags | None:
+    """Where gradients of sharded groups are summed over copies and added to those that stand; None where nowhere."""
+    c = rank.candidates
+    found = (c.dp_replicate > 1) & (c.zero >= 2) & standing.accumulating(rank)
+    return np.asarray(found) if rank.stack.ours and found.any() else None
 
 
 def _root_backward(rank: Rank) -> Held:

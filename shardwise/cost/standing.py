@@ -249,23 +249,34 @@ def block_bytes(rank: Rank) -> float:
 
 
 @once
-def gathered(rank: Rank, blocks_in_use: float, done: Floats | float = 0.0) -> Floats:
-    """Bytes of parameters made whole for use. `blocks_in_use`: of a gathered block, 0 or 1. `done`: behind backward."""
+def gathered(rank: Rank, blocks_in_use: float) -> Floats:
+    """Bytes of parameters made whole for use. `blocks_in_use`: of a gathered block, 0 or 1."""
     size, zero = rank.stack.gathered, rank.candidates.zero
     # A block of fewer bits counts as so many numbers of the root's size.
     root, block = root_unit(rank).whole, rank.block.whole * (block_bytes(rank) / size)
-    left = rank.whole.whole - np.where(last_backward(rank), done * rank.block.whole, 0.0)
-    at_once = np.where(zero == 3, root + blocks_in_use * block, left)
+    at_once = np.where(zero == 3, root + blocks_in_use * block, rank.whole.whole)
     return np.asarray(size * np.where(gathers(rank), at_once, 0.0))
+
+
+@once
+def mean_block(rank: Rank) -> Floats:
+    """Numbers of a block of this rank, on average."""
+    if not (rank.workload.arch.dense_layers and rank.workload.arch.moe_layers):
+        return rank.block.whole
+    numbers = rank.whole.whole - root_unit(rank).whole
+    return np.divide(numbers, rank.blocks, out=np.zeros_like(numbers), where=rank.blocks > 0)
+
+
+def let_go(rank: Rank, done: Floats) -> Floats:
+    """Of what is gathered, bytes of the blocks that are done in a step's last backward."""
+    return rank.stack.gathered * last_backward(rank) * (done * rank.block.whole)
 
 
 def copied(rank: Rank, done: Floats | float, blocks_in_use: float, heads: Floats) -> Floats:
     """Bytes of parameters cast for use. Of blocks: kept like activations, when `done` of the one in backward are gone,
     and a recomputed one's anew. Of the head and the norm before it: so many copies, each until its backward."""
     none = rank.candidates.recompute == RECOMPUTE.index("none")
-    root = root_unit(rank).whole
-    mean = np.divide(rank.whole.whole - root, rank.blocks, out=np.zeros_like(root), where=rank.blocks > 0)
-    kept = np.maximum(rank.flying * rank.stage_blocks * mean - done * rank.block.whole, 0.0)
+    kept = np.maximum(rank.flying * rank.stage_blocks * mean_block(rank) - done * rank.block.whole, 0.0)
     blocks = np.where(none, kept, blocks_in_use * rank.block.whole)
     numbers = blocks + heads * late_root(rank).whole
     return np.where(casts(rank), rank.stack.gathered * numbers, 0.0)
