@@ -24,7 +24,7 @@ from shardwise.checkpoint.saving import Trouble, may_pass, trouble_of
 from shardwise.checkpoint.snapshot import Snapshot, snapshot
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.switch import Here, told
-from shardwise.errors import CheckpointError
+from shardwise.errors import BadInput, CheckpointError
 from shardwise.events import Fallback, Resumed
 
 Result = TypeVar("Result")
@@ -247,7 +247,7 @@ def _tried(store: Store, act: Callable[[], Result]) -> tuple[Result | None, Repo
         kind = "passing" if may_pass(error) else "unread"
         trouble = trouble_of(error, store, "read")
     except Exception as error:
-        kind = "misfit" if isinstance(error, CheckpointError) else "failed"
+        kind = "misfit" if isinstance(error, CheckpointError | BadInput) else "failed"
         trouble = trouble_of(error, store, "read")
     return None, Report(kind, trouble)
 

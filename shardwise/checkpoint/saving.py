@@ -23,7 +23,7 @@ from shardwise.checkpoint.snapshot import Layout, Part, Snapshot, parts
 from shardwise.checkpoint.staging import HostBuffer
 from shardwise.checkpoint.store import Store
 from shardwise.checkpoint.store_errors import StoreError, told
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.units import format_bytes
 
 Result = TypeVar("Result")
@@ -243,7 +243,7 @@ def trouble_of(error: Exception, store: Store, act: str = "written") -> Trouble:
     lasting = not isinstance(error, OSError | MemoryError | NoRoom)
     if isinstance(error, OSError):
         error = told(error, act, store)
-    if isinstance(error, CheckpointError | StoreError):
+    if isinstance(error, ShardwiseError | StoreError):
         return Trouble(ranks.rank(), error.what, error.why, error.fix, lasting)
     fix = "what was committed before is kept: start again to go on from there"
     return Trouble(ranks.rank(), f"{type(error).__name__} while it was {act}.", str(error), fix, lasting)

@@ -1,18 +1,20 @@
 """A rank's heartbeat: one small record in memory that a watcher shares, written at everything that the rank does.
 
     fixed   magic, pid, rank, world, attempt                                   written once
-    beat    sequence, time, step, micro-batch, phase, collectives, sequence    written again at every beat
+    beat    sequence, time, step, micro-batch, phase, collectives, checksum    written again at every beat
     ring    the last collectives that the rank waited in: number, name, entered, left
 
-A beat is one `pack_into` under the GIL, so threads of one process do not tear it; the sequence stands at both ends, so
-that a reader knows when it read half of one. Writing takes well below a microsecond (benchmarks/heartbeat.py). Nothing
-here imports torch: the watcher reads it, and so may anything else on the node.
+A beat is written in one call under the GIL, so threads of one process do not tear it. A reader knows by the checksum
+when it read half of one: numbers at both ends would not do, as nothing says in which order a copy's bytes arrive, and
+two halves of different beats may agree at the ends. Writing takes about a microsecond (benchmarks/heartbeat.py).
+Nothing here imports torch: the watcher reads it, and so may anything else on the node.
 """
 
 import mmap
 import os
 import struct
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +23,11 @@ from typing import NamedTuple
 MAGIC = b"SHWBEAT1"
 _FIXED = struct.Struct("<8sIIII")
 _ATTEMPT = struct.Struct("<I")
-_BEAT = struct.Struct("<QqqiIQQ24s48sQ")
+_BEAT = struct.Struct("<QqqiIQQ24s48s")
+_CHECK = struct.Struct("<I")
 _PAST = struct.Struct("<Qqq48s")
 _BEAT_AT, _RING_AT, RING = 32, 192, 32
-_ATTEMPT_AT = _FIXED.size - _ATTEMPT.size
+_ATTEMPT_AT, _CHECK_AT = _FIXED.size - _ATTEMPT.size, _BEAT_AT + _BEAT.size
 SIZE = _RING_AT + RING * _PAST.size
 
 # Phases that nobody watches: the user's own time before and after a run, and a process that has said its last.
@@ -125,10 +128,11 @@ class Heart:
         if self._map is None:
             return
         self._sequence += 1
-        _BEAT.pack_into(
-            self._map, _BEAT_AT, self._sequence, time.monotonic_ns(), self._step, self._micro, self._steps,
-            self._entered, self._left, self._over or self._phase, self._name, self._sequence,
+        beat = _BEAT.pack(
+            self._sequence, time.monotonic_ns(), self._step, self._micro, self._steps,
+            self._entered, self._left, self._over or self._phase, self._name,
         )  # fmt: skip
+        self._map[_BEAT_AT : _CHECK_AT + _CHECK.size] = beat + _CHECK.pack(zlib.crc32(beat))
 
     def enter(self, name: str) -> None:
         """This rank waits for others from here on, to `leave`."""
@@ -178,11 +182,9 @@ def read(path: Path) -> Beat | None:
         if len(raw) < _RING_AT or raw[:8] != MAGIC:
             return None
         _, pid, rank, world, attempt = _FIXED.unpack_from(raw)
-        first, at, step, micro, steps, entered, left, phase, name, last = _BEAT.unpack_from(raw, _BEAT_AT)
-        if first == last:
-            return Beat(
-                pid, rank, world, attempt, first, at, step, micro, steps, entered, left, _text(phase), _text(name)
-            )
+        if (zlib.crc32(raw[_BEAT_AT:_CHECK_AT]),) == _CHECK.unpack_from(raw, _CHECK_AT):
+            *numbers, phase, name = _BEAT.unpack_from(raw, _BEAT_AT)
+            return Beat._make((pid, rank, world, attempt, *numbers, _text(phase), _text(name)))
         raw = _bytes(path, _RING_AT)
     return None
 
@@ -193,7 +195,7 @@ def last_collectives(path: Path) -> list[Past]:
     if len(raw) < SIZE or raw[:8] != MAGIC:
         return []
     found = [_PAST.unpack_from(raw, _RING_AT + index * _PAST.size) for index in range(RING)]
-    past = [Past(number, _text(name), entered, left) for number, entered, left, name in found if number]
+    past = [Past(number, _text(name), entered, left) for number, entered, left, name in found if number and entered]
     return sorted(past, key=lambda one: -one.number)
 
 

@@ -106,13 +106,12 @@ def test_a_rank_that_is_killed_twice_is_left_out_and_the_loss_is_that_of_the_run
     assert sorted(found) == list(expected) == list(range(1, 25))
     found = dict(sorted(found.items()))
     # On three ranks the bits are the same; on two, the same samples in the same steps give the same losses but for
-    # rounding. That rounding differs at all shows that another world trained.
+    # rounding.
     switch = started[-1].step
     assert switch >= 12 and {n: found[n] for n in range(1, switch + 1)} == {
         n: expected[n] for n in range(1, switch + 1)
     }
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=BOUND)
-    assert any(found[step] != expected[step] for step in range(switch + 1, 25))
     read_until = [{e.step: e.samples for e in told(at) if isinstance(e, Step)} for at in (folder, undisturbed.folder)]
     assert read_until[0] == read_until[1] == {step: 6 * step for step in range(1, 25)}
     once = run([SHARDWISE, "checkpoints", "ledger", "run"], folder)
@@ -184,7 +183,7 @@ def test_checkpoints_that_are_damaged_or_cannot_be_read_are_named_and_the_same_c
     done = run([*command, "--set", "train.steps=14", "--set", "checkpoint.retries=0"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"{newest.name} was passed over" in done.stderr and f"{middle.name} was passed over" in done.stderr
-    assert [event.path for event in told(tmp_path) if isinstance(event, Resumed)] == [str(oldest)]
+    assert [Path(event.path).name for event in told(tmp_path) if isinstance(event, Resumed)] == [oldest.name]
     once = run([SHARDWISE, "checkpoints", "ledger", "run"], tmp_path)
     assert once.returncode == 0, once.stdout + once.stderr
 

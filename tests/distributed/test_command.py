@@ -178,7 +178,7 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 x = torch.randn(4096, 256)
 trainer = sw.Trainer(
-    model=lambda: nn.Sequential(nn.Linear(256, 16384), nn.ReLU(), nn.Linear(16384, 1)),
+    model=lambda: nn.Sequential(nn.Linear(256, 32768), nn.ReLU(), nn.Linear(32768, 1)),
     loss=lambda o, b: sw.Loss((o - b[1]).square().sum(), len(b[1])),
     optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
     data=sw.Batches(TensorDataset(x, x.sum(1, keepdim=True))), global_batch=4096, run="run"{more})
@@ -191,16 +191,16 @@ for step in trainer.run(steps=2):
 
 
 def test_out_of_memory_names_rank_step_phase_and_a_fix_that_works(tmp_path: Path) -> None:
-    """4096 x 16384 fp32 activations are 256 MiB, twice: more than 400 MiB; of 256 samples they are 16 MiB.
+    """4096 x 32768 fp32 activations are 512 MiB, twice: more than 800 MiB; of 256 samples they are 32 MiB.
 
-    The limit is on address space, of which each thread that autograd starts reserves 64 MiB and a stack.
+    The limit is on address space, of which each thread that autograd or a save starts reserves 64 MiB and a stack.
     """
-    (tmp_path / "train.py").write_text(HUNGRY.format(more="", room=400 * 2**20))
+    (tmp_path / "train.py").write_text(HUNGRY.format(more="", room=800 * 2**20))
     result = run([sys.executable, "train.py"], tmp_path)
     assert result.returncode == 1
     assert "rank 0" in result.stderr.lower() and "step 1" in result.stderr and "forward" in result.stderr
     assert "batch.micro_batch = 2048" in result.stderr
-    (tmp_path / "train.py").write_text(HUNGRY.format(more=", micro_batch=256", room=400 * 2**20))
+    (tmp_path / "train.py").write_text(HUNGRY.format(more=", micro_batch=256", room=800 * 2**20))
     fixed = run([sys.executable, "train.py"], tmp_path)
     assert fixed.returncode == 0, fixed.stderr
     assert "trained 2" in fixed.stdout

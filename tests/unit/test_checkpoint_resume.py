@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from shardwise.checkpoint import Checkpointer, LocalStore, marks
 from shardwise.checkpoint.loads import LoadFailed
 from shardwise.checkpoint.retention import look
-from shardwise.errors import CheckpointError, RecipeError
+from shardwise.errors import CheckpointError, DataError, RecipeError
 from shardwise.events import Events, Fallback, Resumed, Saved
 from shardwise.inputs.recipe import CheckpointPolicy
 from shardwise.names import canonical
@@ -462,7 +462,16 @@ def test_a_load_that_fails_counts_against_its_checkpoint_and_one_that_does_not_f
         assert marks.failures(store) == {newest.name: count}
     with pytest.raises(CheckpointError, match="parts differ"):
         Checkpointer(tmp_path, nn.Linear(1, 1), state=Run().state(), data=Position()).resume()
+    again = Run(seed=1)
+    again.average.load_state_dict = refuse  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="the data cannot go on there") as caught:
+        again.checkpointer(tmp_path).resume()
+    assert not isinstance(caught.value, LoadFailed) and caught.value.fix == "two ranks"
     assert marks.failures(store) == {newest.name: 2}
+
+
+def refuse(state: object) -> None:
+    raise DataError("the data cannot go on there", why="it was another number of ranks", fix="two ranks")
 
 
 def flipped(data: bytes, position: int) -> bytes:

@@ -84,6 +84,16 @@ def test_no_reader_sees_half_a_beat(tmp_path: Path) -> None:
     assert len(seen) > 10  # it was read while it was written
 
 
+@pytest.mark.parametrize("byte", [32, 40, 56, 100, 150, 155])
+def test_a_beat_with_a_byte_of_another_is_not_read(tmp_path: Path, heart: Heart, byte: int) -> None:
+    heart.enter("sum of gradient bucket 1")
+    path = record_path(tmp_path, 3)
+    raw = bytearray(path.read_bytes())
+    raw[byte] ^= 1
+    (tmp_path / "torn").write_bytes(raw)
+    assert read(path) is not None and read(tmp_path / "torn") is None
+
+
 def test_a_forked_child_does_not_speak_for_its_parent(tmp_path: Path) -> None:
     from shardwise.launch.heartbeat import HEART
 

@@ -29,4 +29,5 @@ def test_a_familys_regions_are_split_where_a_small_model_shows_that_they_can_be(
 
 
 def test_every_family_is_looked_at_here() -> None:
-    assert set(SPLIT) == set(hf_work.FAMILIES)
+    """But those with experts, which train under data parallel alone."""
+    assert set(SPLIT) == set(hf_work.FAMILIES) - set(hf_work.SPARSE)
