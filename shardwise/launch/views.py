@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ EARLIER_SECONDS = 60.0
 
 
 class View(msgspec.Struct, frozen=True):
-    """One node's ranks. `count` at both ends: a reader may see half of one view and half of the next."""
+    """One node's ranks."""
 
     count: int
     first: int
@@ -31,7 +32,15 @@ class View(msgspec.Struct, frozen=True):
     began: float
     alarm: bool
     seen: tuple[Seen, ...]
-    again: int
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A view as it lies in its file. The checksum is of its text: a reader may see half of one view and half of the
+    next, and numbers at both ends may agree then.
+    """
+
+    check: int
+    view: msgspec.Raw
 
 
 class Views:
@@ -62,20 +71,22 @@ class Views:
         """Tell and read once. Raises: OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._count += 1
-        mine = View(self._count, self.first, self.host, self.began, self.raised, self._mine, self._count)
+        mine = msgspec.json.encode(View(self._count, self.first, self.host, self.began, self.raised, self._mine))
         file = os.open(self.folder / f"node-{self.first:05d}.json", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            written = os.pwrite(file, msgspec.json.encode(mine), 0)
+            written = os.pwrite(file, msgspec.json.encode(Told(zlib.crc32(mine), msgspec.Raw(mine))), 0)
             os.ftruncate(file, written)
             os.fsync(file)
         finally:
             os.close(file)
         for path in self.folder.glob("node-*.json"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
-                self._take(msgspec.json.decode(path.read_bytes(), type=View))
+                told = msgspec.json.decode(path.read_bytes(), type=Told)
+                if zlib.crc32(told.view) == told.check:
+                    self._take(msgspec.json.decode(told.view, type=View))
 
     def _take(self, view: View) -> None:
-        if view.first == self.first or view.count != view.again or view.began < self.began - EARLIER_SECONDS:
+        if view.first == self.first or view.began < self.began - EARLIER_SECONDS:
             return
         before = self._known.get(view.first)
         if before is None or (before.count, before.began) != (view.count, view.began):

@@ -110,7 +110,7 @@ def heard_of(path: Path) -> None:
     while count < 20:
         assert time.monotonic() < deadline, f"{path} does not grow older"
         with contextlib.suppress(OSError, ValueError):
-            count = json.loads(path.read_text())["count"]
+            count = json.loads(path.read_text())["view"]["count"]
         threading.Event().wait(0.05)  # no processor for this: the node's own watcher needs it
 
 

@@ -1,6 +1,7 @@
 """Breakdowns of public traces against the figures that their sources give; see the traces' README in ../shared."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,7 @@ def test_a_users_own_names_are_communication_too() -> None:
     assert column(told, "communication").sum() > 0 == column(of("hta_ns_resolution"), "communication").sum()
 
 
+@cache
 def of(name: str) -> Breakdown:
     trace = read(TRACES / f"{name}.json.gz")
     return broken_down(trace, steps_of(trace))

@@ -217,6 +217,25 @@ def test_a_node_that_is_not_heard_of_is_lost_and_one_that_is_heard_of_is_not(tmp
     assert here.alarm()
 
 
+def test_half_of_one_view_and_half_of_the_next_is_not_heard(tmp_path: Path) -> None:
+    """Both ends of the file are of one view, and a rank between them of another."""
+    here, there = (Views(tmp_path, first, host, BOUND) for first, host in ((0, "a"), (2, "b")))
+    path = tmp_path / "node-00002.json"
+
+    def heard(torn: bool) -> list[Seen]:
+        there.others([seen(2, host="b")], 5.0)
+        there.exchange()
+        if torn:
+            text = path.read_text()
+            assert text.count('"rank":2') == 1
+            path.write_text(text.replace('"rank":2', '"rank":7'))
+        here.exchange()
+        return here.others([], 5.0)
+
+    assert [one.rank for _ in range(3) for one in heard(torn=True)] == []
+    assert [one.rank for one in [heard(torn=False) for _ in range(3)][-1]] == [2]
+
+
 def test_what_an_earlier_attempt_left_is_nobodys_voice(tmp_path: Path) -> None:
     old = Views(tmp_path, 2, "b", BOUND, began=0.0)
     old.raised = True
