@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -76,7 +76,7 @@ class Doubts(NamedTuple):
 class Trace(NamedTuple):
     """One rank's trace. `rank` and `world` as the file says, else None."""
 
-    path: Path
+    path: str
     events: Events
     names: tuple[str, ...]
     rank: int | None
@@ -112,12 +112,23 @@ _DECODER = msgspec.json.Decoder(_File | list[_Event])
 
 def read(path: Path) -> Trace:
     """A trace, gz or not; what is cut off at its end is read up to there. Raises: BadInput where it is no trace."""
-    raw, cut = _unpacked(path)
+    try:
+        with path.open("rb") as file:
+            return read_from(file, str(path))
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read.", why=str(error), fix="give a trace of torch.profiler") from error
+
+
+def read_from(packed: IO[bytes], path: str) -> Trace:
+    """As `read`, from an open file; `path` names it in what is said. Raises: BadInput; OSError."""
+    raw, cut = _unpacked(packed, path)
     file, truncated = _decoded(raw, path)
     del raw
     info = file.distributed if isinstance(file.distributed, dict) else {}
     events, names, malformed, absurd = _columns(file.events)
-    devices = [item.get("name") for item in file.devices or [] if isinstance(item, dict)]
+    devices = (
+        [item.get("name") for item in file.devices if isinstance(item, dict)] if isinstance(file.devices, list) else []
+    )
     return Trace(
         path=path,
         events=events,
@@ -129,27 +140,18 @@ def read(path: Path) -> Trace:
     )
 
 
-def _unpacked(path: Path) -> tuple[bytes, bool]:
-    """The file's text, and whether its packing is cut off or broken. Raises: BadInput."""
-    try:
-        with path.open("rb") as file:
-            if file.read(2) != b"\x1f\x8b":
-                _bound(path.stat().st_size, path)
-                file.seek(0)
-                return file.read(), False
-            file.seek(0)
-            return _inflated(file, path)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read.", why=str(error), fix="give a trace of torch.profiler") from error
-
-
-def _inflated(file: BinaryIO, path: Path) -> tuple[bytes, bool]:
-    """As far as it goes: what comes before a broken place is kept, which gzip's own reader throws away."""
+def _unpacked(file: IO[bytes], path: str) -> tuple[bytes, bool]:
+    """The file's text, and whether its packing is cut off or broken: what comes before a broken place is kept, which
+    gzip's own reader throws away. Raises: BadInput.
+    """
+    head = file.read(2)
+    if head != b"\x1f\x8b":
+        raw = head + file.read(MOST_BYTES)
+        _bound(len(raw), path)
+        return raw, False
     inflater, pieces, size = zlib.decompressobj(wbits=31), [], 0
-    while True:
-        packed = inflater.unconsumed_tail or inflater.unused_data or file.read(2**20)
-        if not packed:
-            return b"".join(pieces), not inflater.eof
+    while packed := head or inflater.unconsumed_tail or inflater.unused_data or file.read(2**20):
+        head = b""
         if inflater.eof:  # another member follows
             inflater = zlib.decompressobj(wbits=31)
         try:
@@ -158,9 +160,10 @@ def _inflated(file: BinaryIO, path: Path) -> tuple[bytes, bool]:
             return b"".join(pieces), True
         size += len(pieces[-1])
         _bound(size, path)
+    return b"".join(pieces), not inflater.eof
 
 
-def _bound(size: int, path: Path) -> None:
+def _bound(size: int, path: str) -> None:
     if size > MOST_BYTES:
         raise BadInput(
             f"{path} holds more than {MOST_BYTES // 2**30} GiB.",
@@ -169,7 +172,7 @@ def _bound(size: int, path: Path) -> None:
         )
 
 
-def _decoded(raw: bytes, path: Path) -> tuple[_File, bool]:
+def _decoded(raw: bytes, path: str) -> tuple[_File, bool]:
     """What the text says, and whether it ends too early. Raises: BadInput."""
     for decode, text, truncated in _readings(raw):
         try:
