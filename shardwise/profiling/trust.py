@@ -41,14 +41,12 @@ class Trust(NamedTuple):
     def refusal(self) -> str:
         """Why nothing can be concluded; empty where something can."""
         if not self.work:
-            recorded = (
-                f"{self.launches} launches were recorded and none of their work" if self.launches else "no launch"
-            )
+            recorded = f"{self.launches} launches were recorded, none of their work" if self.launches else "no launch"
             return f"no work of a device is in the trace ({recorded}): profile with ProfilerActivity.CUDA"
         if self.coverage < LEAST_COVERAGE:
             return (
-                f"the profiler lost {self.lost} of {self.launches} launches' work ({1 - self.coverage:.0%}): what looks "
-                "idle may have been busy; profile again, with more warmup or fewer steps"
+                f"the profiler lost {self.lost} of {self.launches} launches' work ({1 - self.coverage:.0%}): what "
+                "looks idle may have been busy; profile again, with more warmup or fewer steps"
             )
         if self.faults > MOST_FAULTS:
             return f"{self.faults:.0%} of the events have no time, or one that cannot be: profile again"
